@@ -7,11 +7,16 @@ and Delta are extras. A package of somebody else is called `topics` as well, and
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Final
 
 EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+EXIT_BROKEN_PIPE: Final = 141
 BASE_MODULES: Final = frozenset(("httptools", "msgspec", "shtab", "tqdm"))
 """Modules that `pip install topicsd` brings."""
 SERVER_MODULES: Final = frozenset(
@@ -58,14 +63,49 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this needs the service's packages ({error.name} is missing): pip install 'topicsd[server]'"
 
 
+def open_output() -> None:
+    """Have stdout and stderr take all that is printed: one that was closed (`2>&-`) leads nowhere, and what an encoding
+    lacks is spelled. Without that the first file that is opened would be stderr.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(1, "w"))
+    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def guarded(program: str, work: Callable[[], int]) -> int:
+    """Do the work of a program; return its exit code, also when it is interrupted, or its output cannot be written."""
+    try:
+        code = work()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except UnicodeEncodeError as error:
+        print(f"{program}: an argument is not UTF-8: {os.fsencode(error.object)!r}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        # The reader of the output has closed it, or its disk is full. What waits to be written goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return EXIT_BROKEN_PIPE
+        print(f"{program}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return code
+
+
 def _run(program: str) -> int:
-    problem = foreign(importlib.import_module("topics"))
-    if problem is None:
-        try:
+    open_output()
+    try:
+        problem = foreign(importlib.import_module("topics"))
+        if problem is None:
             code: int = importlib.import_module(COMMANDS[program]).main()
-        except ModuleNotFoundError as error:
-            problem = missing(error)
-        else:
             return code
+    except ModuleNotFoundError as error:
+        problem = missing(error)
+    except KeyboardInterrupt:  # while all of it was being imported
+        return EXIT_INTERRUPTED
     print(f"{program}: {problem}", file=sys.stderr)
     return EXIT_USAGE

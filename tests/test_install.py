@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import topicsd
+from tests.harness import clean_environment
 
 ROOT = Path(topicsd.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -125,3 +128,54 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path) -> None:
 def test_any_other_missing_module_is_an_error_of_its_own() -> None:
     with pytest.raises(ModuleNotFoundError, match="surprise"):
         topicsd.missing(ModuleNotFoundError("No module named 'surprise'", name="surprise"))
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1 2", "0 1 2"])
+def test_closed_outputs_lead_nowhere(closed: str, tmp_path: Path) -> None:
+    """`nohup … >&- 2>&- <&- &` closes them. A traceback followed, or the first file that was opened became stderr."""
+    where = tmp_path / "data"
+    for program in (["topics-supervisor", "status", "--data-dir", where], ["topics", "archive", "verify", where]):
+        done = shell_run(program, "".join(f" {fd}>&-" for fd in closed.split()))
+        assert done.returncode == (3 if "status" in program else 1)
+        assert "Traceback" not in done.stderr
+        for fd, said in (("1", done.stdout), ("2", done.stderr)):
+            assert (said == "") == (fd in closed.split() or (fd == "2" and "status" in program)), (fd, said)
+
+
+def test_an_output_that_lacks_a_character_spells_it() -> None:
+    done = shell_run(["topics", "archive", "prune", "--help"], "", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u2026" in done.stdout
+
+
+def test_an_argument_that_is_no_text() -> None:
+    command: list[str | bytes] = [str(Path(sys.executable).with_name("topics")), "read", b"a\xff"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (2, "topics: an argument is not UTF-8: b'a\\xff'\n")
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    gone = f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && "
+    done = shell_run(["topics-supervisor", "status", "--data-dir", tmp_path / "data"], "", gone)
+    assert (done.returncode, done.stderr) == (3, "")
+    (tmp_path / "gone").mkdir()
+    done = shell_run(["topics-supervisor", "status"], "", gone)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "topics-supervisor: TOPICS_DATA_DIR=topics-data: this shell's working directory is gone"
+    )
+
+
+def shell_run(
+    program: Sequence[object], redirected: str, before: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = shlex.join([str(Path(sys.executable).with_name(str(program[0]))), *map(str, program[1:])])
+    return subprocess.run(
+        ["/bin/sh", "-c", f"{before}{command}{redirected}"],
+        env=clean_environment(environment),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )

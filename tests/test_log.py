@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
+
+import pytest
 
 PROGRAM = """
 import logging
@@ -65,3 +68,15 @@ def test_tracebacks_have_no_local_variables_whatever_is_installed() -> None:
         text = output(format, TALKATIVE)
         assert "RuntimeError: planned" in text
         assert "every local variable" not in text
+
+
+@pytest.mark.parametrize("to", ["a reader that is gone", "a full disk"])
+def test_a_log_that_cannot_be_written_ends_nobody(to: str) -> None:
+    """Ctrl-C of `topics-supervisor run 2>&1 | tee log` killed all processes, not drained them, as tee goes first."""
+    reader, stderr = os.pipe() if to == "a reader that is gone" else (None, os.open("/dev/full", os.O_WRONLY))
+    if reader is not None:
+        os.close(reader)
+    program = PROGRAM.format(format="json") + "print('went on')"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=stderr, check=False)
+    os.close(stderr)
+    assert (done.returncode, done.stdout) == (0, b"went on\n")

@@ -7,8 +7,10 @@ file never mix.
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, TextIO, cast
 
 import msgspec
 import structlog
@@ -48,7 +50,7 @@ def configure(level: str, format: str) -> None:
             render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stderr())),
     )
     # Libraries (asyncio, hypercorn) log through `logging`: their warnings and errors get the same form.
     logging.basicConfig(handlers=[_Forward()], level=max(_LEVELS[level], logging.WARNING), force=True)
@@ -65,6 +67,16 @@ def identify(role: str, index: int | None = None) -> None:
 def _add_process(logger: Any, method: str, event: EventDict) -> EventDict:
     first = {key: event.pop(key) for key in ("timestamp", "level")}
     return {**first, **_process, "event": event.pop("event"), **event}
+
+
+class _Stderr:
+    """Takes lines, and leaves out what stderr does not (its disk is full, its reader gone): no log ends a process."""
+
+    def write(self, line: str) -> None:
+        with suppress(OSError):
+            os.write(2, line.encode(errors="backslashreplace"))
+
+    def flush(self) -> None: ...
 
 
 class _Forward(logging.Handler):

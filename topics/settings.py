@@ -269,7 +269,8 @@ def load(
     )
     config = flags.get("config") or variables.get("config")
     entries = _known(_read_toml(config, problems), "", problems) if config else {}
-    given = {**entries, **variables, **flags}
+    usual = {"data_dir": _GivenSetting("topics-data", f"{PREFIX}DATA_DIR", 3)}
+    given = {**usual, **entries, **variables, **flags}
 
     values: dict[str, Any] = {}
     for name, (raw, place, _) in given.items():
@@ -280,6 +281,8 @@ def load(
             problems += [f"{place}: {problem}" for problem in error.problems]
         except RefusedValueError as error:
             problems.append(f"{place}: {error}")
+        except FileNotFoundError:
+            problems.append(f"{place}={raw!s}: this shell's working directory is gone; give an absolute path, or cd")
         except ValueError:
             shown = place if name in SECRET else f"{place}={raw!s}"
             problems.append(f"{shown}: must be {variable.allowed}")
@@ -289,7 +292,7 @@ def load(
             _take_port_of_host(given, values, port, problems)
 
     cpus = cpus or len(os.sched_getaffinity(0))
-    values.setdefault("data_dir", os.path.abspath("topics-data"))
+    values.setdefault("data_dir", "")  # one was given that is refused
     values.setdefault("wal_shards", min(cpus, SHARDS_DEFAULT_MAX))
     values.setdefault("frontends", min(cpus, 64))
     values.setdefault("ring_bytes", default_ring_bytes(values["wal_shards"], values["frontends"]))

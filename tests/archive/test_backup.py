@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,12 @@ from tests.buckets import Fault, Proxy
 from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
+from topics.storage.archive_objects import loan_name
+from topics.storage.borrowed import BorrowedNote, write_borrowed
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.lock import DataDirLock
+
+OTHER_USER = 65534
 
 
 @pytest.mark.long
@@ -60,6 +66,36 @@ def test_a_stopped_service_is_backed_up_and_restored(tmp_path: Path) -> None:
         assert json.loads(run("archive", "verify", place, "--json")) == {"problems": []}
     with restored(place, tmp_path / "restored", shards=3) as other:  # another count of shards
         assert read(other.client, "orders")[0] == expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a directory of another user")
+def test_the_service_can_read_what_a_backup_by_root_made(tmp_path: Path) -> None:
+    """`meta/service-id` was root's: its archiver, and a backup by its user, failed from then on."""
+    with Service(shards=1) as service:
+        write(service.client, "orders", 1)
+        service.stop()
+        for path in (service.data_dir, *service.data_dir.rglob("*")):
+            os.chown(path, OTHER_USER, OTHER_USER)
+        backup(service, tmp_path / "archive")
+        note = (service.data_dir / "meta" / "service-id").stat()
+        assert (note.st_uid, note.st_gid) == (OTHER_USER, OTHER_USER)
+
+
+def test_a_warning_of_a_restore_is_not_in_its_json(tmp_path: Path) -> None:
+    """The loan of a restore before, into the same directory, cannot be ended any more: that line came on stdout."""
+    place, making = tmp_path / "archive", tmp_path / "restored.restoring"
+    with Service(shards=1) as service:
+        write(service.client, "orders", 1)
+        backup(service, place)
+    making.mkdir()
+    write_borrowed(OsFileSystem(), str(making), BorrowedNote("/dev/null/gone", loan_name(1, 1), []))
+    done = json.loads(run("restore", place, "--data-dir", tmp_path / "restored", "--json"))
+    assert done["topics"] == 1
+
+
+def test_a_place_without_an_archive_is_not_pruned(tmp_path: Path) -> None:
+    """A misspelled place was reported as pruned, every night."""
+    assert "there is no archive here" in run("archive", "prune", tmp_path / "typo", "--keep", "7d", code=2)
 
 
 def test_a_killed_service_is_backed_up_and_restored(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.archive.simulated import FIRST_OBJECT, SimulatedBucket
 from tests.cases import case
 from tests.storage.faults import Crash, Fault
 from topics.archive import archiver, follow_main, shipping
-from topics.archive.inspection import check, prune
+from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
 from topics.storage.archive_objects import Archive, Piece, decode, piece_name
@@ -573,15 +573,7 @@ def test_what_a_generation_without_a_base_has_goes_with_it(service: Archiving) -
 @pytest.mark.long
 def test_a_pruning_that_is_killed_at_any_request_ends_next_time(service: Archiving) -> None:
     """Pieces and files that only the bases needed which were gone already stayed for ever."""
-    for _ in range(4):
-        service.append("a", 7, "disk")
-        service.cut()
-        service.delete("a", 1.0, 1)
-        for _ in range(5):
-            service.append("d", 1, "disk")
-            service.ship(0)
-    assert len(service.archive.bases(1)) > 2
-    before_ms = service.world.clock.ms + 1
+    before_ms = ship_bases(service)
 
     def pruned(nth: int) -> tuple[set[str], bool]:
         here, is_killed = SimulatedBucket(), False
@@ -604,6 +596,76 @@ def test_a_pruning_that_is_killed_at_any_request_ends_next_time(service: Archivi
         if not is_killed:
             break
     assert nth > 20
+
+
+def ship_bases(service: Archiving) -> int:
+    """Have some bases in the archive, of which only the last one is needed; return a time after it."""
+    for _ in range(4):
+        service.append("a", 7, "disk")
+        service.cut()
+        service.delete("a", 1.0, 1)
+        for _ in range(5):
+            service.append("d", 1, "disk")
+            service.ship(0)
+    assert len(service.archive.bases(1)) > 2
+    return service.world.clock.ms + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["list", "verify", "prune"])
+def test_a_look_at_an_archive_beside_a_pruning_finds_no_damage(service: Archiving, command: str) -> None:
+    """`topics archive` called what the service had just pruned missing, and the archive damaged."""
+    early_ms = ship_bases(service)
+    follow_and_go_back(service)  # another generation, so that the first one goes as a whole
+    for _ in range(3):
+        service.append("b", 1, "disk")
+        service.ship(0)
+    for before_ms in (early_ms, service.world.clock.ms + 1):
+        for nth in itertools.count(1, 3):
+            here, pruned = SimulatedBucket(), list[bool]()
+            here.objects = dict(service.bucket.objects)
+
+            def prune_meanwhile(
+                here: SimulatedBucket = here, pruned: list[bool] = pruned, before_ms: int = before_ms
+            ) -> None:
+                prune(Archive(SimulatedBucket(here)), before_ms)
+                pruned.append(True)
+
+            here.before(nth, prune_meanwhile)
+            with case(before_ms, nth):
+                if command == "list":
+                    assert figures(Archive(here))
+                elif command == "verify":
+                    assert check(Archive(here), lambda _done, _total: None) == []
+                else:
+                    prune(Archive(here), before_ms)
+            if not pruned:
+                break
+        assert nth > 20
+
+
+def test_what_two_prunings_began_at_once_goes_with_the_next_one(service: Archiving) -> None:
+    """Both put what they were about to remove under one number, so that of one was not noted. It was killed, and files
+    that nothing names stayed for ever.
+    """
+    before_ms = ship_bases(service)
+    expected, early_ms = SimulatedBucket(), service.archive.base(1, service.archive.bases(1)[1])[0].taken_ms + 1
+    expected.objects = dict(service.bucket.objects)
+    prune(Archive(expected), before_ms)
+
+    def begin_another() -> None:
+        other = SimulatedBucket(service.bucket)
+        other.sent = lambda _name: _die
+        with pytest.raises(KilledError):
+            prune(Archive(other), early_ms)
+
+    here = SimulatedBucket(service.bucket)
+    here.before(FIRST_OBJECT, begin_another)
+    here.sent = lambda name: lambda: here.before(2 * len(service.archive.bases(1)), _die)
+    with pytest.raises(KilledError):
+        prune(Archive(here), before_ms)
+    prune(Archive(SimulatedBucket(service.bucket)), before_ms)
+    assert service.bucket.objects.keys() == expected.objects.keys()
 
 
 def test_a_former_leader_notices_when_its_generations_are_pruned(service: Archiving) -> None:

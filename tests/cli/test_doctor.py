@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.shell import Shell, values
 from tests.harness import Service, poll
 from topics import __version__
-from topics.cli.doctor import clock, disk_room, extras, judge_checks, key_file, packages, unit
+from topics.cli.doctor import clock, disk_room, examine, extras, judge_checks, key_file, packages, unit
 
 GIB = 1 << 30
 NOW_S = 1_800_000_000.0
+
+
+def walk_beside_a_delete(walk: Callable[[str], Iterator[Any]], top: str) -> Iterator[Any]:
+    for found in walk(top):
+        if found[0].endswith("deleted"):
+            os.rmdir(found[0])
+        yield found
+
+
+def test_a_folder_that_goes_meanwhile_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic that was deleted while the command looked ended it with `No such file or directory`."""
+    (tmp_path / "topics" / "deleted").mkdir(parents=True)
+    for name, walk in (("walk", os.walk), ("fwalk", os.fwalk)):
+        monkeypatch.setattr(os, name, partial(walk_beside_a_delete, walk))
+    options = argparse.Namespace(environment={}, data_dir=str(tmp_path))
+    assert "clock" in [one.subject for one in examine(options, None)]
+    assert not (tmp_path / "topics" / "deleted").exists()
 
 
 def levels(found: object) -> list[str]:
@@ -99,6 +120,10 @@ def test_a_service_that_is_well_and_one_that_is_not(tmp_path: Path) -> None:
         assert done.returncode == 0, found
         assert found[f"service {service.url}"]["text"].endswith("the key may read")
         assert found["lock"]["level"] == "ok"
+        # Asked with another data directory, as from another folder, it blamed the service for having its address.
+        elsewhere = ("doctor", "--json", "--data-dir", str(tmp_path / "other"), "--key-file", str(key))
+        done = shell.run(*elsewhere, env={"TOPICS_PORT": str(service.port)})
+        assert [one for one in values(done.stdout) if one["level"] == "bad"] == []
         shard = service.pid_of("walshard")
         os.kill(shard, signal.SIGSTOP)
         poll("it to miss the heartbeats", lambda: service.status()["state"] == "degraded")

@@ -124,7 +124,7 @@ def test_no_service(shell: Shell) -> None:
         (("read", "t", "--key-file", "/no/such/file"), "/no/such/file"),
         (("read", "t", "--key-file", "/dev/null"), "/dev/null"),
         (("read", "t", "--from", "-1"), "--from"),
-        (("read", "t", "--from-ts", "soon"), "--from-ts"),
+        (("read", "t", "--from-ts", "soon"), "'soon' is no time: write 2026-03-01T12:00:00Z, or ms since 1970"),
         (("read", "t", "--limit", "0"), "--limit"),
         (("top", "--every-s", "soon"), "'soon' is not a number from 0"),
         (("queue", "t", "claim", "--wait-s", "nan"), "'nan' is not a number from 0"),

@@ -476,3 +476,18 @@ def test_pressure_and_what_follows_from_it(client: httpx.Client) -> None:
         for band in "01234":
             assert value(read, "topics_scheduler_band_depth", frontend=frontend, band=band) >= 0
     assert value(read, "topics_shard_commit_window_seconds", shard="0") <= 0.01
+
+
+def test_a_process_that_stands_still_has_an_old_heartbeat(own: Service) -> None:
+    def age_s(process: str) -> float:
+        return value(scrape(own.client), "topics_process_heartbeat_age_seconds", process=process, index="0")
+
+    supervisor = own.status()["pid"]
+    for process, pid in (("supervisor", supervisor), ("walshard", own.pid_of("walshard"))):
+        poll("a young one", lambda: age_s(process) < 1.5)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            poll("it to age", lambda: age_s(process) > 2)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        poll("it to beat again", lambda: age_s(process) < 1.5)

@@ -20,7 +20,7 @@ import yaml
 
 from tests.deploy.bare import Bare, needs_debian
 from tests.deploy.test_monitoring import needs_promtool, promtool
-from tests.harness import STOP_GRACE_MS
+from tests.harness import STOP_GRACE_MS, Service, poll
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -154,6 +154,24 @@ def test_each_step_of_the_image_works_and_its_program_serves(tmp_path: Path) -> 
         owner = (image.root.root / "data").stat()
         assert (owner.st_uid, owner.st_mode & 0o777) == (4000, 0o700)
         assert not (image.root.root / "src").exists()
+
+
+def test_the_health_check_takes_a_service_that_wants_a_key_and_has_another_port_for_healthy() -> None:
+    """Docker called it unhealthy, and Swarm kept killing it."""
+    (check,) = (step.rest.partition("CMD ")[2] for step in steps() if step.word == "HEALTHCHECK")
+    service = Service(shards=1, frontends=1, env={"TOPICS_API_KEYS": "key", "TOPICS_PROBE_AUTH": "1"})
+
+    def is_healthy() -> bool:
+        done = subprocess.run(json.loads(check), env=service.environment(), capture_output=True, check=False)
+        return done.returncode == 0
+
+    try:
+        service.start(wait_ready=False)
+        poll("the check to find it", is_healthy, every_s=0.2)
+        service.stop()
+        assert not is_healthy()
+    finally:
+        service.close()
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="there is no hadolint; `make test` fetches it")

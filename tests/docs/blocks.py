@@ -39,6 +39,7 @@ RUN_ELSEWHERE: Final = {
 NOT_RUN: Final = {
     ("README.md", "python3 -m venv topics-demo"): "the quickstart's first commands, which test_pages.py compares",
     ("docs/architecture.md", "topics-supervisor"): "a picture",
+    ("docs/archive.md", "*/10 * * * * topics"): "a line for cron; deploy/test_systemd.py has that user make a backup",
     ("docs/decisions/0011-transactions.md", "POST /v0/stage/:topic        frontend   writes"): "a table of steps",
     (
         "docs/bucket.md",

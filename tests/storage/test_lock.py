@@ -6,12 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from topics.storage.layout import lock_path
-from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable, holder_pid
+from topics.storage.lock import (
+    DataDirLock,
+    DataDirLocked,
+    DataDirNotWritable,
+    holder_pid,
+    is_running,
+    running_supervisor,
+)
 
 OWN_FDS = Path("/proc/self/fd")
 HOLD = """
@@ -43,6 +51,37 @@ def test_a_second_holder_is_refused_and_told_the_pid(tmp_path: Path) -> None:
         first.communicate("")
     assert holder_pid(str(tmp_path)) is None
     DataDirLock.acquire(str(tmp_path)).release()
+
+
+def test_a_pid_that_is_a_thread_now_is_no_process(tmp_path: Path) -> None:
+    """`stop` of a service in a container ended with `Invalid argument`, if its pid was a thread's here."""
+    lock, ended, started = DataDirLock.acquire(str(tmp_path)), threading.Event(), threading.Event()
+
+    def live() -> None:
+        started.set()
+        ended.wait()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    started.wait()
+    try:
+        assert thread.native_id is not None
+        Path(lock.path).write_text(f"{thread.native_id}\n")
+        assert not is_running(thread.native_id)
+        with pytest.raises(OSError, match="here is not the service"), running_supervisor(str(tmp_path)):
+            pass
+    finally:
+        ended.set()
+        thread.join()
+        lock.release()
+
+
+def test_a_zombie_runs_no_more() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        assert is_running(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_running(process.pid)
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:

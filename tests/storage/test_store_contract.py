@@ -16,6 +16,7 @@ from topics.setting_values import bucket_url as bucket_url_setting
 from topics.storage.bucket_store import BucketStore, probe
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import SegmentStore, open_store
+from topics.storage.verify import verify
 
 TOPIC = f"{7:016x}"
 NAME = f"{TOPIC}/seg-{1:020d}.data"
@@ -264,3 +265,18 @@ def test_what_is_no_url_of_a_bucket_is_refused(url: object) -> None:
 def test_urls_of_buckets(url: str) -> None:
     assert bucket_url_setting("").parse(url) == url.rstrip("/")
     assert os.environ.get("AWS_SECRET_ACCESS_KEY") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_folder_that_may_not_be_looked_into_is_not_empty(tmp_path: Path) -> None:
+    """`topics archive list` said that there is no archive."""
+    place = tmp_path / "place"
+    place.mkdir(mode=0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(PermissionError):
+            open_store(OsFileSystem(), str(place)).list("generations/")
+        with pytest.raises(PermissionError):
+            verify(str(place), lambda _done, _total: None)
+    finally:
+        os.seteuid(0)

@@ -122,6 +122,19 @@ def test_a_supervisor_killed_under_load_leaves_nothing_that_hinders_the_next(ser
     service.stop()
 
 
+def test_a_service_whose_log_nobody_reads_any_more_goes_on(service: Service) -> None:
+    """The next line ended all processes, in `topics-supervisor run 2>&1 | tee log` once tee was gone."""
+    with subprocess.Popen([str(COMMAND), "run"], env=service.environment(), stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        poll("the service to run", lambda: service.status()["state"] == "running", START_DEADLINE_S)
+        process.stderr.close()
+        pid = service.pid_of("walshard")
+        os.kill(pid, signal.SIGKILL)
+        service.wait_healed(pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(service.stop_deadline_s) == 0
+
+
 @pytest.mark.parametrize("trusted_ms", [None, -5, 0])
 def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_trusted(
     service: Service, trusted_ms: int | None

@@ -106,7 +106,7 @@ def test_a_service_that_proc_hides_is_told() -> None:
     namespace = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
     hidden = ["unshare", *namespace, "/bin/sh", "-c", 'mount -t tmpfs none /proc && exec "$0" "$@"', str(COMMAND)]
     with Service() as service:
-        for word in ("reload", "stop"):
+        for word in ("status", "reload", "stop"):
             command = [*hidden, word, "--data-dir", service.data_dir]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             assert (done.returncode, done.stderr) == (0, "")

@@ -204,6 +204,63 @@ def test_a_process_that_hangs(start: Start) -> None:
     assert render(status).count("  hangs  ") == len(status.processes), "the table says which one it is"
 
 
+def test_a_supervisor_that_stands_still_is_told(page: ControlPage, tmp_path: Path) -> None:
+    """All others are well, so the service was `running`. But nobody would start them again."""
+    clock = SteppedClock()
+    reader = StatusReader(str(tmp_path), clock)
+    page.header.set("heartbeat_ms", clock.now_ms())
+    assert reader.read().state == "running"
+    clock.ahead_ms = HEARTBEAT_STALE_MS + 1000
+    status = reader.read()
+    assert status.state == "degraded"
+    assert status.supervisor is not None
+    assert (status.supervisor.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS
+    assert f"  pid {os.getpid()} hangs  " in render(status).splitlines()[0]
+
+
+def test_a_supervisor_without_work_beats(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    header = control_page(service).header
+    beat_ms = header.get("heartbeat_ms")
+    poll("it to beat on", lambda: header.get("heartbeat_ms") > beat_ms + 1000)
+    assert service.status().state == "running"
+
+
+def test_a_service_in_a_container_is_not_starting(tmp_path: Path) -> None:
+    """Its shared memory is there, and its pid is somebody else's here. It was `starting` for ever."""
+    lock = DataDirLock.acquire(str(tmp_path))
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        Path(lock.path).write_text(f"{stranger.pid}\n")
+        answer = command("status", data_dir=tmp_path)
+        assert (answer.returncode, answer.stdout) == (4, "")
+        assert f"process {stranger.pid} here is not the service: that runs in a container" in answer.stderr
+        stranger.kill()
+    lock.release()
+
+
+def test_a_status_whose_reader_is_gone_or_has_no_room(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    reader, broken = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for verb in (["status"], ["check"], ["completion", "bash"]):
+        where = [] if verb[0] == "completion" else ["--data-dir", str(service.data_dir)]
+        for stdout, code, said in ((broken, 141, ""), (full, 2, "topics-supervisor: [Errno 28] No space left")):
+            done = subprocess.run(
+                [COMMAND, *verb, *where],
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+                env=clean_environment({}),
+            )
+            assert (done.returncode, done.stderr[: len(said) or None]) == (code, said)
+    os.close(broken)
+    os.close(full)
+
+
 def test_a_read_only_shard_is_degraded(start: Start) -> None:
     service = start()
     service.wait_state("running")

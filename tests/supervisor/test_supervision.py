@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -273,6 +274,22 @@ def test_a_stop_that_comes_twice_at_once_is_one_stop(start: Start) -> None:
     service.signal_at_once(signal.SIGINT, signal.SIGTERM)
     assert service.wait_exit() == 0
     assert len(service.log("stopping")) == 1
+
+
+def test_a_service_whose_shared_memory_was_removed_starts_again(start: Start) -> None:
+    """systemd-logind does that when a user logs out. The next process that died could not work with the others."""
+    service = start()
+    first = service.wait_state("running")
+    for name in service.shared_memory():
+        path = Path("/dev/shm", name)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    poll("it to be noticed", lambda: bool(service.log("stopping")))
+    again = service.wait_state("running")
+    assert "removed its shared memory" in service.log("stopping")[0]["reason"]
+    assert again.pid == first.pid
+    assert not {p.pid for p in first.processes} & {p.pid for p in again.processes}
+    assert service.stop() == 0
+    assert service.shared_memory() == []
 
 
 def test_a_refused_log_stops_the_service_with_its_own_code(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import FileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.lock import DataDirLocked, inspecting
+from topics.storage.notes import note_path
 from topics.storage.origin import LogEnds, Origin, RestingEnds, RunningEnds
 
 _RETRY_S: Final = 0.1
@@ -46,7 +48,10 @@ def backup(
             with _ends(data_dir) as ends:
                 origin = Origin(fs, data_dir, ends, cold_place)
                 mask = service_id.epoch_mask(fs, data_dir)
-                shipper = Shipper(archive, origin, service_id.keep_id(fs, data_dir), clock, told, mask)
+                own_id, owner = service_id.keep_id(fs, data_dir), os.stat(data_dir)
+                if os.geteuid() == 0:  # what root has noted there is the service's, whose user has to read it
+                    os.chown(note_path(data_dir, service_id.NAME), owner.st_uid, owner.st_gid)
+                shipper = Shipper(archive, origin, own_id, clock, told, mask)
                 shipper.begin()
                 return shipper.base()
         except NoMomentError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from topics.storage.archive_objects import (
 )
 
 Told = Callable[[int, int], None]
+_Result = TypeVar("_Result")
 
 
 def tell_nobody(done: int, total: int) -> None: ...
@@ -72,11 +73,22 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigures]:
-    """Return what the archive has, the oldest generation first. Raise ArchiveDamagedError, OSError.
-
-    `told` hears how many bases of how many were read.
+    """Return what the archive has, the oldest generation first. `told` hears how many bases of how many were read.
+    Raise ArchiveDamagedError, OSError.
     """
-    return [_figures(archive, found) for found in _look(archive, told)]
+    return _beside_prunings(lambda: [_figures(archive, found) for found in _look(archive, told)])
+
+
+def _beside_prunings(work: Callable[[], _Result]) -> _Result:
+    """Do the work, and again if it lacks something, which may just have been pruned. What is damaged is found twice."""
+    found = ""
+    while True:
+        try:
+            return work()
+        except ArchiveDamagedError as damage:
+            if str(damage) == found:
+                raise
+            found = str(damage)
 
 
 def _look(archive: Archive, told: Told) -> list[_Found]:
@@ -133,21 +145,27 @@ def check(archive: Archive, told: Told) -> list[str]:
         try:
             archive.generation(number)
         except ArchiveDamagedError as damage:
-            problems.append(str(damage))
+            if archive.has_generation(number):
+                problems.append(str(damage))
         if base_numbers:
-            _check_generation(archive, number, base_numbers, problems, told)
+            found = list(_check_generation(archive, number, base_numbers, told))
+            there = {base_no for base_no in base_numbers if found and archive.has_base(number, base_no)}
+            problems += [problem for problem, needed_by in found if needed_by & there]
         elif number == numbers[-1]:
             problems.append(f"{archive.store.place(generation_name(number))}: its first base is not complete")
     return problems
 
 
-def _check_generation(archive: Archive, number: int, base_numbers: list[int], problems: list[str], told: Told) -> None:
+def _check_generation(
+    archive: Archive, number: int, base_numbers: list[int], told: Told
+) -> Iterator[tuple[str, set[int]]]:
+    """Yield what is wrong, and the bases that need it. If all of these are gone by now, it was pruned with them."""
     bases: list[Base] = []
     for base_no in base_numbers:
         try:
             bases.append(archive.base(number, base_no)[0])
         except ArchiveDamagedError as damage:
-            problems.append(str(damage))
+            yield (str(damage), {base_no})
     if not bases:
         return
     refs = {ref.name: ref for base in bases for ref in base.files}
@@ -157,7 +175,7 @@ def _check_generation(archive: Archive, number: int, base_numbers: list[int], pr
         try:
             archive.file(ref)
         except ArchiveDamagedError as damage:
-            problems.append(str(damage))
+            yield (str(damage), {one.number for one in bases for its in one.files if its.name == ref.name})
         done += 1
         told(done, total)
     pieces: dict[int, Piece] = {}
@@ -165,7 +183,7 @@ def _check_generation(archive: Archive, number: int, base_numbers: list[int], pr
         try:
             pieces[piece_no] = archive.piece(number, piece_no)[0]
         except ArchiveDamagedError as damage:
-            problems.append(str(damage))
+            yield (str(damage), {base.number for base in bases if base.first_piece <= piece_no})
         done += 1
         told(done, total)
     for at, base in enumerate(bases):
@@ -174,9 +192,8 @@ def _check_generation(archive: Archive, number: int, base_numbers: list[int], pr
         until = next((no for no in range(until, base.number, -1) if no in pieces and pieces[no].is_moment), base.number)
         gap = _gap(base, (pieces[no] for no in range(base.first_piece, until + 1) if no in pieces))
         if gap is not None:
-            problems.append(
-                f"{archive.store.place(piece_name(number, gap))}: does not go on where piece {gap - 1} ends"
-            )
+            place = archive.store.place(piece_name(number, gap))
+            yield (f"{place}: does not go on where piece {gap - 1} ends", {base.number})
 
 
 def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
@@ -193,13 +210,16 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
     """Remove what only moments before `before_ms` need. The last moment always stays, and what restored services still
-    read: everything from the oldest base on that has a loan. It may run beside a backup. Raise ArchiveDamagedError,
-    OSError: what was not removed goes next time. `told` hears how many objects are gone of how many in the generations
-    that were looked at.
+    read: everything from the oldest base on that has a loan. Backups and other prunings may run beside it. Raise
+    ArchiveDamagedError, OSError: the next one goes on. `told` hears how many of how many objects looked at are gone.
     """
     removed: Counter[str] = Counter()
+    return _beside_prunings(lambda: _prune(archive, before_ms, removed, told))
+
+
+def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) -> Pruned:
     held: list[str] = []
-    total = 0
+    total = removed.total()
 
     def gone(name: str) -> None:
         removed[name.partition("/")[0].rpartition(".")[2]] += 1
@@ -215,9 +235,10 @@ def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
         going, lent = _superfluous(archive, found, before_ms, is_over)
         listed = {name for removal in left for name in removal.names}
         if names := [name for name in going if name not in listed]:
-            own = Removal(max((removal.number for removal in left), default=0) + 1, names)
-            archive.store.create(removal_name(generation, own.number), encode(own))
-            left.append(own)
+            number = max((removal.number for removal in left), default=0) + 1
+            while not archive.store.create(removal_name(generation, number), encode(Removal(number, names))):
+                number += 1  # another pruning has taken it
+            left.append(Removal(number, names))
         total += sum(len(removal.names) for removal in left) + is_over
         for removal in left:
             lent += _carry_out(archive, generation, removal, gone)

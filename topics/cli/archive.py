@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from topics.archive.inspection import check, figures, prune
+from topics.archive.restoring import NotThereError
 from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, iso, mebibytes, show
 from topics.core.clock import SystemClock
 from topics.progress import progress
@@ -95,6 +96,8 @@ def _loan(archive: Archive, name: str) -> str:
 
 def _run_prune(options: argparse.Namespace) -> int:
     archive = _opened(options)
+    if not archive.generations():
+        raise NotThereError(f"{archive.store.place('')}: there is no archive here")
     with progress("object", 0) as bar:
         removed = prune(archive, SystemClock().now_ms() - options.keep, partial(show, bar))
     if options.json:

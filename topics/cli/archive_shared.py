@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
+from topics import log
 from topics.archive.ownership import OtherShipperError
 from topics.archive.restoring import NotThereError
 from topics.archive.shipping import NoMomentError
@@ -29,6 +30,7 @@ CODES: Final = """exit codes:
   2  usage, or there is no such moment in the archive
   4  not now: the service starts, stops or recovers, or the store does not answer; nothing was lost, try again"""
 PLACE: Final = "a directory, or the URL of a bucket: s3://bucket/prefix, gs://…, az://…, file:///…"
+_FAILURES: Final = (ArchiveDamagedError, OtherShipperError, DataDirLocked, RefusedLog, UnknownSnapshotVersion, EOFError)
 _DURATION: Final = re.compile(r"(\d+)(ms|s|m|h|d)?")
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
@@ -45,20 +47,14 @@ def fill_command(parser: argparse.ArgumentParser, name: str, work: Work, *, abou
 
 
 def _run(name: str, work: Work, options: argparse.Namespace) -> int:
+    log.configure("warning", "console")  # or warnings would be on stdout, before the JSON
     try:
         return work(options)
     except NotThereError as error:
         code, problem = EXIT_USAGE, str(error)
     except (NoMomentError, TimeoutError) as error:
         code, problem = EXIT_LATER, str(error)
-    except (
-        ArchiveDamagedError,
-        OtherShipperError,
-        DataDirLocked,
-        RefusedLog,
-        UnknownSnapshotVersion,
-        EOFError,
-    ) as error:
+    except _FAILURES as error:
         code, problem = EXIT_FAILED, str(error)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
@@ -79,19 +75,6 @@ def show(bar: tqdm[Any], done: int, total: int) -> None:
 def iso(ts_ms: int) -> str:
     """Return a time as people and `--to-ts` write it, in UTC."""
     return datetime.fromtimestamp(ts_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
-
-
-def time_ms(text: str) -> int:
-    """Read a time: ms since the epoch, or ISO 8601 (UTC unless it names an offset)."""
-    if text.isdecimal():
-        return int(text)
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no time: write 2026-11-22T14:00:00Z, or milliseconds since 1970"
-        ) from None
-    return int((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 def duration_ms(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Final
 
 from topics.api.answers import DeleteRecordsAnswer
 from topics.cli import shared
-from topics.cli.shared import EXIT_REFUSED, UsageError, print_answer, say
+from topics.cli.shared import EXIT_REFUSED, UsageError, agreed, print_answer
 from topics.client import Client, ClientError, NotAllowedError
 from topics.progress import progress
 from topics.terminal import plural
@@ -44,11 +44,9 @@ def _delete(client: Client, options: argparse.Namespace) -> int:
         raise UsageError("give --before SEQ and/or --match GLOB to delete records, or --topic to delete the topic")
     if options.if_empty and not options.whole:
         raise UsageError("--if-empty needs --topic: it keeps a topic that has records")
-    if not options.yes and sys.stdin is not None and sys.stdin.isatty():
-        print(f"{_question(client, options)} [y/N] ", end="", file=sys.stderr, flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            say("delete", "nothing was deleted")
-            return EXIT_REFUSED
+    asks = not options.yes and sys.stdin is not None and sys.stdin.isatty()
+    if asks and not agreed("delete", _question(client, options), options):
+        return EXIT_REFUSED
     if options.whole:
         print_answer(client.delete_topic(options.topic, if_empty=options.if_empty))
     else:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -39,6 +40,7 @@ FREE_SHARE_MIN, FREE_BYTES_MIN = 0.05, 1 << 30
 AHEAD_MAX_S: Final = 60
 UNITS: Final = ("/etc/systemd/system/topics.service", "/usr/lib/systemd/system/topics.service")
 NTP_DIR: Final = "/run/systemd/timesync"
+NOTHING_ANSWERS: Final = "nothing answers"
 ASK_S: Final = 2.0
 CHECK_S: Final = 30.0
 _RELEASED_S: Final = 1_760_000_000
@@ -70,7 +72,9 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(client: Client, options: argparse.Namespace) -> int:
-    found = [*examine(options), service(client, options)]
+    answer, asked = service(client, options), urlsplit(url_of(options).partition(",")[0])
+    is_here = NOTHING_ANSWERS not in answer.text and asked.hostname in ("127.0.0.1", "localhost", "::1")
+    found = [*examine(options, asked.port if is_here else None), answer]
     print_items(found, options, "LEVEL SUBJECT FINDING", _row, 3)
     return EXIT_FOUND if any(one.level == "bad" for one in found) else 0
 
@@ -79,17 +83,18 @@ def _row(one: Diagnosis) -> Sequence[Cell]:
     return (Styled(one.level, _STYLES[one.level]), one.subject, one.text)
 
 
-def examine(options: argparse.Namespace) -> Iterator[Diagnosis]:
+def examine(options: argparse.Namespace, port: int | None) -> Iterator[Diagnosis]:
+    """Yield a diagnosis of each thing here. A service answers at `port`, if that is not None."""
     environment = options.environment
     yield from packages({one.name.lower(): one.version for one in metadata.distributions() if one.name})
     missing = {extra: [name for name in names if find_spec(name) is None] for extra, names in EXTRAS.items()}
     yield from extras(missing)
     if not missing["server"]:
-        yield from service_checks(environment, options.data_dir)
+        yield from service_checks(environment, options.data_dir, port)
     newest_s = None
     data_dir = options.data_dir or environment.get("TOPICS_DATA_DIR")
     if data_dir is not None and os.path.isdir(data_dir):
-        newest_s = max(os.stat(place).st_mtime for place, _, _ in os.walk(data_dir))
+        newest_s = max(os.fstat(fd).st_mtime for _, _, _, fd in os.fwalk(data_dir))
         yield disk_room(data_dir, *shutil.disk_usage(data_dir)[::2])
     yield clock(time.time(), newest_s, not os.path.isdir(NTP_DIR) or os.path.exists(f"{NTP_DIR}/synchronized"))
     for path in filter(None, (key_file_of(options), environment.get("TOPICS_API_KEYS_FILE"))):
@@ -120,7 +125,7 @@ def extras(missing: Mapping[str, Sequence[str]]) -> Iterator[Diagnosis]:
         yield Diagnosis("note", f"extra {extra}", text) if names else Diagnosis("ok", f"extra {extra}", "installed")
 
 
-def service_checks(environment: Mapping[str, str], data_dir: str | None) -> list[Diagnosis]:
+def service_checks(environment: Mapping[str, str], data_dir: str | None, port: int | None) -> list[Diagnosis]:
     """Ask `topics-supervisor check`, which judges settings, data directory, shared memory, address and limits."""
     command = [sys.executable, "-c", _RUN, "check", "--json", *([] if data_dir is None else ["--data-dir", data_dir])]
     try:
@@ -128,18 +133,21 @@ def service_checks(environment: Mapping[str, str], data_dir: str | None) -> list
     except subprocess.TimeoutExpired:
         text = f"`topics-supervisor check` has not ended within {CHECK_S:g} s: is a disk hanging?"
         return [Diagnosis("bad", "settings", text)]
-    return judge_checks(done.stdout, done.stderr)
+    return judge_checks(done.stdout, done.stderr, port)
 
 
-def judge_checks(printed: str, said: str) -> list[Diagnosis]:
-    """Return the output of `check --json` as diagnoses. A service that runs holds lock and address, as it should."""
+def judge_checks(printed: str, said: str, port: int | None = None) -> list[Diagnosis]:
+    """Return the output of `check --json` as diagnoses. A service that runs holds lock and address, as it should; one
+    of another data directory, which answers at `port`, the address alone.
+    """
     if not printed.strip():
         return [Diagnosis("bad", "settings", line.removeprefix("topics-supervisor: ")) for line in said.splitlines()]
     checks = msgspec.json.decode(printed, type=list[tuple[str, str | None]])
     runs = any(subject == "lock" and "a service holds it" in (problem or "") for subject, problem in checks)
     found = []
     for subject, problem in checks:
-        if runs and problem and subject.startswith(("lock", "address ", "shared memory")):
+        is_held = subject.startswith(("lock", "address ", "shared memory")) if runs else subject.endswith(f":{port}")
+        if is_held and problem:
             found.append(Diagnosis("ok", subject, "in use by the service that runs"))
         else:
             found.append(Diagnosis("bad" if problem else "ok", subject, problem or "as a start needs it"))
@@ -192,7 +200,7 @@ def service(client: Client, options: argparse.Namespace) -> Diagnosis:
         state, rights = client.call(calls.ready()), client.call(calls.key_rights())
     except UnreachableError:
         named = hasattr(options, "url") or options.environment.get("TOPICS_URL")
-        text = "nothing answers: start one (topics-supervisor run), or name it with --url or TOPICS_URL"
+        text = f"{NOTHING_ANSWERS}: start one (topics-supervisor run), or name it with --url or TOPICS_URL"
         return Diagnosis("bad" if named else "note", subject, text)
     except NotAllowedError as error:
         return Diagnosis("bad", subject, f"{error.message}; name the file of a valid key with --key-file")

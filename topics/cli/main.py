@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from topics import __version__
-from topics.cli import EXIT_BROKEN_PIPE, EXIT_USAGE
+from topicsd import guarded
 
 COMMANDS: Final = {
     "write": ("write", "append records to a topic: NDJSON on stdin"),
@@ -35,24 +35,11 @@ COMMANDS: Final = {
     "spark": ("spark", "run a pipeline on Spark: export, rollup, replay or audit"),
 }
 """Name → (module, help text). Only the given command is imported: `verify` needs no HTTP, a client no storage."""
-EXIT_INTERRUPTED: Final = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except OSError as error:
-        # The reader of the output has closed it, or its disk is full. What waits to be written goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return EXIT_BROKEN_PIPE
-        print(f"topics: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return code
+    return guarded("topics", lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
 def _run(arguments: Sequence[str]) -> int:

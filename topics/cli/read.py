@@ -85,12 +85,15 @@ def timestamp_ms(text: str) -> int:
     """Parse an argument: ms since the epoch, or a time of ISO 8601, in UTC without an offset."""
     if text.isdecimal():
         return int(text)
-    moment = datetime.fromisoformat(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 2026-03-01T12:00:00Z, or ms since 1970") from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     # `datetime.timestamp` is a float and would round.
     since = moment - datetime(1970, 1, 1, tzinfo=UTC)
     ms = (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
     if ms < 0:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is before 1970")
     return ms

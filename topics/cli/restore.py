@@ -12,11 +12,13 @@ import msgspec
 
 from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, WantedMoment, plan, reserved
-from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
+from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show
+from topics.cli.read import timestamp_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.terminal import plural
 
 _ABOUT: Final = """Make a data directory from an archive, as the service was at the last moment there, or at an earlier
 one. The restored service is one of its own: every topic has a new epoch, and behind its last record a gap whose reason
@@ -48,7 +50,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help="the last moment, for good: the service that ships into this archive may still run, but nothing that it"
         " writes from now on gets there, and it takes no more writes once it notices",
     )
-    to.add_argument("--to-ts", metavar="TIME", type=time_ms, help="the last moment at or before this time")
+    to.add_argument("--to-ts", metavar="TIME", type=timestamp_ms, help="the last moment at or before this time")
     to.add_argument("--to-seq", metavar="TOPIC=N", type=_topic_seq, help="the first moment with record N of the topic")
 
 
@@ -75,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
     else:
         print(
-            f"{options.data_dir}: is as it was at {iso(done.taken_ms)}; {done.topics} topics,"
+            f"{options.data_dir}: is as it was at {iso(done.taken_ms)}; {plural(done.topics, 'topic')},"
             f" {mebibytes(done.size_bytes)} were fetched"
         )
         if done.borrowed_segments:

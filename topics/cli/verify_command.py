@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-from tqdm import tqdm
 
 from topics.cli import EXIT_USAGE
+from topics.cli.archive_shared import show
 from topics.progress import progress
 from topics.storage.lock import DataDirLocked
 from topics.storage.segment_check import Report
@@ -39,7 +39,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     try:
         with progress("B", 0) as bar:
-            report = verify(options.data_dir, partial(_show, bar), options.cold_dir or options.cold_url)
+            report = verify(options.data_dir, partial(show, bar), options.cold_dir or options.cold_url)
     except (DataDirLocked, NotADataDir) as refusal:
         print(f"topics verify: {refusal}", file=sys.stderr)
         return EXIT_USAGE
@@ -64,8 +64,3 @@ def _print(report: Report) -> None:
         f" {plural(report.segment_records, 'record')} in {plural(report.segments, 'segment')},"
         f" {report.postings} of them sealed, {plural(report.snapshots, 'snapshot')}"
     )
-
-
-def _show(bar: tqdm[Any], done_bytes: int, total_bytes: int) -> None:
-    bar.total = total_bytes
-    bar.update(done_bytes - bar.n)

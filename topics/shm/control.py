@@ -74,7 +74,7 @@ def _series(form: str, names: Iterable[object]) -> str:
 
 HEADER_FIELDS: Final = _fields(
     "magic version supervisor_pid state started_ms shards frontends archivers port reshard_ppm keys_serial reloads"
-    " write_path clock_offset_ms follows"
+    " write_path clock_offset_ms follows heartbeat_ms"
 )
 SUPERVISOR_FIELDS: Final = _fields("pid state restarts last_exit since_ms ended")
 """`ended`: the last incarnation that is over, 0 for none."""

@@ -119,6 +119,11 @@ class SharedMemory:
         control += TABLE_RESERVE_BYTES + shards * (shards - 1) * _link_bytes(shards)
         return control + (row + per_shard) * shards + 4096 * (1 + (shards + frontends + 1) // 64)
 
+    @property
+    def is_there(self) -> bool:
+        """False once somebody has removed it; systemd-logind does so when a user logs out (RemoveIPC=)."""
+        return os.path.exists(shm_names.SHM_ROOT + shm_names.shm_name(self.identity, "control"))
+
     def destroy(self) -> None:
         """Remove every name; the memory is freed when the last process ends."""
         shm_names.unlink_all(self.identity)

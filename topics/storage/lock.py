@@ -7,8 +7,10 @@ is held until the last of them has ended: no file ever has two writers.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import select
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -103,6 +105,27 @@ def holder_pid(data_dir: str) -> int | None:
         return locked.pid
 
 
+def open_process(pid: int) -> int | None:
+    """Return an fd that stays with a process, None if there is none. It needs no /proc, where systemd may hide it."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ESRCH, errno.ENOENT, errno.EINVAL):  # the latter two: it is a thread's by now
+            return None
+        raise
+
+
+def is_running(pid: int) -> bool:
+    """True if the process runs; a zombie does not."""
+    fd = open_process(pid)
+    if fd is None:
+        return False
+    try:
+        return not select.select([fd], [], [], 0)[0]  # readable once it has ended
+    finally:
+        os.close(fd)
+
+
 def may_hold(data_dir: str, pid: int) -> bool:
     """Return whether a process has the lock file open. The pid in there may be one of a container, or used again."""
     lock, folder = os.stat(lock_path(data_dir)), f"/proc/{pid}/fd"
@@ -112,9 +135,7 @@ def may_hold(data_dir: str, pid: int) -> bool:
                 if os.path.samestat(os.stat(f"{folder}/{fd}"), lock):
                     return True
     except FileNotFoundError:  # it has ended, systemd's ProtectProc= hides it, or there is no /proc
-        with suppress(ProcessLookupError):
-            os.close(os.pidfd_open(pid))
-            return True
+        return is_running(pid)
     except PermissionError:
         return True  # only its user can tell, and may signal it
     return False
@@ -129,9 +150,8 @@ def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
     try:
         is_holder = False
         if pid is not None:
-            with suppress(ProcessLookupError, FileNotFoundError):
-                process_fd = os.pidfd_open(pid)
-                is_holder = may_hold(data_dir, pid)
+            process_fd = open_process(pid)
+            is_holder = process_fd is not None and may_hold(data_dir, pid)
         if pid is None or holder_pid(data_dir) != pid:
             raise ProcessLookupError
         if process_fd is None or not is_holder:

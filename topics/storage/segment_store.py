@@ -171,11 +171,13 @@ class LocalStore:
     def list(self, prefix: str) -> list[str]:
         fs = self._fs
         topic_prefix, slash, _ = prefix.partition("/")
-        if not fs.exists(self._root):
+        try:
+            topics = fs.listdir(self._root)
+        except FileNotFoundError:
             return []
         self._new = False
         found = []
-        for topic in fs.listdir(self._root):
+        for topic in topics:
             if topic != topic_prefix if slash else not topic.startswith(topic_prefix):
                 continue
             with suppress(FileNotFoundError, NotADirectoryError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
 
@@ -57,6 +58,8 @@ def verify(data_dir: str, progress: Callable[[int, int], None], cold_place: str 
     Raise DataDirLocked if a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.listdir(data_dir)  # PermissionError: then nobody can tell
         raise NotADataDir(f"{data_dir} is not a data directory: it holds neither logs nor segments nor snapshots")
     with inspecting(data_dir):
         return _Check(data_dir, progress, cold_place).run()

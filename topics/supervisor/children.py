@@ -11,23 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-import psutil
-
 from topics import log
 from topics.core.clock import Clock, doubled_ms
 from topics.core.keys import KeyRing
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED, Cell, ProcessState
 from topics.shm.instance import SharedMemory
-
-
-def is_running(pid: int) -> bool:
-    """True if the process runs; a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
 
 EXIT_CRASHED: Final = 70
 """Exit code of a child whose main raised; the log has the traceback."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -40,6 +41,7 @@ from topics.supervisor.promote import NotFollowingError, promote
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
 from topics.terminal import CLEAR, SHELLS, completions, paint_for
+from topicsd import guarded
 
 EXIT_CANNOT_START: Final = 1
 EXIT_BAD_SETTINGS: Final = 2
@@ -99,17 +101,13 @@ _COMPLETION_EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        return int(options.command(load(os.environ, _flags(options)), options))
+        settings = load(os.environ, _flags(options))
+        work = partial(options.command, settings, options)
+        return int(work() if options.command is _run else guarded("topics-supervisor", work))
     except SettingsError as error:
         for problem in error.problems:
             print(f"topics-supervisor: {problem}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader of the output has closed it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNKNOWN
 
 
 def _flags(options: argparse.Namespace) -> dict[str, str]:
@@ -262,9 +260,7 @@ def _completion(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:
-    """Stop the service and return its pid, None when nothing ran. Raise OSError: it belongs to another user or still
-    runs.
-    """
+    """Stop the service. Return its pid, None when nothing ran. Raise OSError: it is somebody else's, or still runs."""
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         signal.pidfd_send_signal(process_fd, signal.SIGTERM)
         poll = select.poll()
@@ -280,11 +276,8 @@ class ReloadRefused(Exception):  # noqa: N818 — named for what it is
 
 
 def reload(data_dir: str, timeout_ms: int) -> int | None:
-    """Send SIGHUP to the data directory's service and wait until every frontend uses the new keys.
-
-    Return the service's pid, None when nothing ran. Raise ReloadRefused; TimeoutError when a frontend still uses the
-    former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError or ValueError when
-    its control page cannot be read.
+    """Have a service read its keys again. Return its pid once every frontend uses them, None when nothing ran. Raise
+    ReloadRefused, TimeoutError, OSError or ValueError when it belongs to somebody else or cannot be read.
     """
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))

@@ -20,10 +20,10 @@ from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.clock_file import read_clock
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, choose_write_path
-from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
+from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable, is_running
 from topics.storage.logfile import WalPosition, note_committed
 from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortage, strangers_memory
-from topics.supervisor.children import ChildMains, is_running
+from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, listen_for, port_of, share, show, write_port_file
 from topics.supervisor.notify import Notify
 from topics.supervisor.supervision import EXIT_OK, STOP, Signals, Supervisor

@@ -11,8 +11,7 @@ from typing import Final
 import msgspec
 
 from topics.core.clock import SystemClock
-from topics.shm import shm_names
-from topics.shm.control import ControlPage, ProcessState, Role
+from topics.shm.control import ProcessState, Role
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.lock import holder_pid, may_hold, running_supervisor
@@ -41,9 +40,7 @@ class Promoted(msgspec.Struct, frozen=True):
 
 def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     """Have the service of a data directory take over, and wait until it leads and is ready. None when nothing runs.
-
-    Raise NotFollowingError; TimeoutError; PermissionError when the service belongs to another user; OSError or
-    ValueError when its control page cannot be read, or it runs in a container.
+    Raise NotFollowingError, TimeoutError, OSError or ValueError when it belongs to somebody else or cannot be read.
     """
     reader = StatusReader(data_dir, SystemClock())
     try:
@@ -55,7 +52,7 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     while True:
         if holder_pid(data_dir) is None:
             raise OSError("the service has stopped; its log says why")
-        page = _page(data_dir)
+        page = reader.page()
         if page is not None and page.follows:
             life, cell = page.header.get("started_ms"), page.cell(Role.ARCHIVER, 0)
             pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
@@ -80,11 +77,3 @@ def _is_under_way(data_dir: str) -> bool:
     """Return whether the follower has closed the leader's archive, after which it goes on by itself."""
     note = read_note(OsFileSystem(), data_dir)
     return note is not None and bool(note.fence_id)
-
-
-def _page(data_dir: str) -> ControlPage | None:
-    """Return the control page; None while there is none, as between two lives of a service."""
-    try:
-        return ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
-    except FileNotFoundError:
-        return None

@@ -7,6 +7,7 @@ about itself counts only while it runs.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -18,8 +19,8 @@ from topics.setting_values import MIB
 from topics.shm import shm_names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, latency_quantile_us
 from topics.storage.filesystem import WritePath
-from topics.storage.lock import holder_pid
-from topics.supervisor.children import is_running, show_exit
+from topics.storage.lock import holder_pid, is_running, may_hold
+from topics.supervisor.children import show_exit
 from topics.supervisor.listeners import show
 from topics.terminal import Cell, Paint, Styled, duration, plain, plural, table
 
@@ -27,10 +28,15 @@ _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
 
 class SupervisorStatus(msgspec.Struct, frozen=True):
-    """CPU time and memory of the supervisor."""
+    """CPU time, memory and last heartbeat of the supervisor. Figures that cannot be known here are None."""
 
-    cpu_seconds: float
-    rss_bytes: int
+    cpu_seconds: float | None
+    rss_bytes: int | None
+    heartbeat_age_ms: int | None
+
+    @property
+    def hangs(self) -> bool:
+        return (self.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -169,13 +175,15 @@ class StatusReader:
         pid = holder_pid(self._data_dir)
         if pid is None:
             return Status(state="stopped", data_dir=self._data_dir)
-        page = self._attach()
+        page = self.page()
         if page is None:
+            if not may_hold(self._data_dir, pid) and holder_pid(self._data_dir) == pid:
+                raise OSError(f"process {pid} here is not the service: that runs in a container, so ask there")
             return Status(state="starting", data_dir=self._data_dir, pid=pid)
         return self._describe(pid, page)
 
-    def _attach(self) -> ControlPage | None:
-        """Return the control page of the running service, None when it has not made one yet."""
+    def page(self) -> ControlPage | None:
+        """Return the control page of the running service; None when there is none yet, as between two of its lives."""
         name = shm_names.shm_name(shm_names.identity(self._data_dir), "control")
         try:
             inode = os.stat(shm_names.SHM_ROOT + name).st_ino
@@ -192,11 +200,16 @@ class StatusReader:
         processes = [_process(page, role, index, now_ms) for role, index in page.cells]
         shards = [_shard(page, process.index, process.state) for process in processes if process.role == "walshard"]
         frontends = [self._frontend(page, process.index) for process in processes if process.role == "frontend"]
+        supervisor, announced = None, ProcessState.DRAINING
+        if is_running(pid):
+            supervisor = SupervisorStatus(*_usage(pid), _age_ms(header["heartbeat_ms"], now_ms))
+            announced = ProcessState(header["state"])
+        hangs = any(one.hangs for one in (*processes, supervisor) if one is not None)
         return Status(
-            state=_overall(is_running(pid), ProcessState(header["state"]), processes, shards),
+            state=_overall(announced, hangs, processes, shards),
             data_dir=self._data_dir,
             pid=pid,
-            uptime_ms=max(0, now_ms - header["started_ms"]) if header["started_ms"] else None,
+            uptime_ms=_age_ms(header["started_ms"], now_ms),
             listen=_listen_address(pid, header["port"]),
             topics=sum(shard.topics for shard in shards),
             routers=sum(cell.get("routers") for (role, _), cell in page.cells.items() if role is Role.WALSHARD),
@@ -205,7 +218,7 @@ class StatusReader:
             shared_memory_bytes=_shared_memory_bytes(shm_names.identity(self._data_dir)),
             write_path=WritePath(header["write_path"]).name.lower() if header["write_path"] else None,
             reshard_progress=header["reshard_ppm"] / 1e6 if header["state"] == ProcessState.RECOVERING else None,
-            supervisor=_usage(pid),
+            supervisor=supervisor,
             processes=processes,
             shards=shards,
             frontends=frontends,
@@ -234,16 +247,18 @@ def _figures(cell: dict[str, int], fields: str) -> dict[str, int]:
     return {field: cell[field] for field in fields.split()}
 
 
-def _usage(pid: int) -> SupervisorStatus | None:
-    try:
-        process = psutil.Process(pid)
-        with process.oneshot():
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return None
+def _age_ms(then_ms: int, now_ms: int) -> int | None:
+    return max(0, now_ms - then_ms) if then_ms else None
+
+
+def _usage(pid: int | None) -> tuple[float | None, int | None]:
+    """Return CPU seconds and bytes of memory; None for a process that does not run, or is hidden here."""
+    with suppress(psutil.Error):
+        if pid is not None:
+            process = psutil.Process(pid)
             times = process.cpu_times()
-            return SupervisorStatus(times.user + times.system, process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        return None
+            return times.user + times.system, process.memory_info().rss
+    return None, None
 
 
 def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessStatus:
@@ -252,13 +267,12 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
     pid = known["pid"] or None
     state = ProcessState(known["state"])
     heartbeat_age_ms = None
-    usage = None if pid is None else _usage(pid)
-    if pid is not None and usage is None:
+    if pid is not None and not is_running(pid):
         pid, state = None, ProcessState.DEAD  # the supervisor has not noticed it yet, or has ended itself
     if pid is not None and own["pid"] == pid:
         state = ProcessState(own["state"]) or state
-        if own["heartbeat_ms"]:
-            heartbeat_age_ms = max(0, now_ms - own["heartbeat_ms"])
+        heartbeat_age_ms = _age_ms(own["heartbeat_ms"], now_ms)
+    cpu_seconds, rss_bytes = _usage(pid)
     return ProcessStatus(
         role=page.name_of(role),
         index=index,
@@ -267,8 +281,8 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
         uptime_ms=max(0, now_ms - known["since_ms"]) if pid is not None else None,
         restarts=known["restarts"],
         last_exit=known["last_exit"] if known["restarts"] or state in _ENDED else None,
-        cpu_seconds=None if usage is None else usage.cpu_seconds,
-        rss_bytes=None if usage is None else usage.rss_bytes,
+        cpu_seconds=cpu_seconds,
+        rss_bytes=rss_bytes,
         heartbeat_age_ms=heartbeat_age_ms,
         pressure=own["pressure_ppm"] / 1e6 if pid is not None else None,
     )
@@ -276,19 +290,17 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
 
 def _compactor(page: ControlPage, now_ms: int) -> CompactorStatus:
     cell = page.cell(Role.COMPACTOR, 0).read()
-    last_ms = cell["last_snapshot_ms"]
     return CompactorStatus(
-        snapshot_age_ms=max(0, now_ms - last_ms) if last_ms else None,
+        snapshot_age_ms=_age_ms(cell["last_snapshot_ms"], now_ms),
         **{field: cell[field] for field in CompactorStatus.__struct_fields__[1:]},
     )
 
 
 def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
     cell = page.cell(Role.ARCHIVER, 0).read()
-    moment_ms = cell["moment_ms"]
     return ArchiverStatus(
         lag_ms=page.archive_lag_ms(now_ms),
-        moment_age_ms=max(0, now_ms - moment_ms) if moment_ms else None,
+        moment_age_ms=_age_ms(cell["moment_ms"], now_ms),
         taken_over=page.is_taken_over,
         follows=page.follows,
         **_figures(cell, "moments bases objects bytes failures holes segments_borrowed borrowed_bytes"),
@@ -312,12 +324,11 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
     )
 
 
-def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus], shards: list[ShardStatus]) -> str:
+def _overall(announced: ProcessState, hangs: bool, processes: list[ProcessStatus], shards: list[ShardStatus]) -> str:
     """Return the state of the whole service: the worst that holds."""
-    if not alive or announced in (ProcessState.DRAINING, ProcessState.STOPPED):
+    if announced in (ProcessState.DRAINING, ProcessState.STOPPED):
         return "draining"
     states = {process.state for process in processes}
-    hangs = any(process.hangs for process in processes)
     if states & {"dead", "degraded", "stopped"} or hangs or any(shard.wal_read_only for shard in shards):
         return "degraded"
     if announced == ProcessState.RECOVERING or "recovering" in states:
@@ -327,13 +338,10 @@ def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus
 
 def _listen_address(pid: int, port: int) -> str | None:
     """Return the address on which the supervisor listens now, None once it has closed its sockets."""
-    try:
-        connections = psutil.Process(pid).net_connections(kind="tcp")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
-    for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            return show(connection.laddr.ip, connection.laddr.port)
+    with suppress(psutil.Error):
+        for connection in psutil.Process(pid).net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                return show(connection.laddr.ip, connection.laddr.port)
     return None
 
 
@@ -374,6 +382,8 @@ def render(status: Status, paint: Paint = plain) -> str:
 def _summary(status: Status, paint: Paint) -> str:
     state = paint(status.state, _STYLES.get(status.state, "warn"))
     facts = [f"topics {status.version}", state, status.listen or "not listening", f"pid {status.pid}"]
+    if status.supervisor is not None and status.supervisor.hangs:
+        facts[-1] += paint(" hangs", "bad")
     if (uptime := duration(status.uptime_ms)) is not None:
         facts.append(f"up {uptime}")
     facts.append(plural(status.topics, "topic"))

@@ -41,12 +41,10 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
-    def wait(self, timeout_ms: int | None) -> signal.Signals | None:
-        """Return the next signal, None after the time-out. Without a time-out it waits for ever."""
-        if timeout_ms is None:
-            return signal.Signals(signal.sigwaitinfo(_WATCHED).si_signo)
+    def wait(self, timeout_ms: int) -> signal.Signals | None:
+        """Return the next signal, None after the time-out. CPython makes one up for a process that was stopped."""
         info = signal.sigtimedwait(_WATCHED, max(0, timeout_ms) / 1000)
-        return None if info is None else signal.Signals(info.si_signo)
+        return signal.Signals(info.si_signo) if info is not None and info.si_signo in _WATCHED else None
 
 
 EXIT_OK: Final = 0
@@ -56,6 +54,7 @@ FRONTEND_SHARE: Final = (3, 4)
 """The share of the grace after which a frontend is killed. It gives up by itself after half of the grace."""
 COMPACTOR_SHARE: Final = (7, 8)
 """The same share for the compactor. Its last cut may take a quarter of the grace (Settings.compactor_grace_ms)."""
+BEAT_MS: Final = 1000
 SAME_STOP_MS: Final = 1000
 """Stop signals within this time are one: `timeout` and terminals signal twice. A later one means: do not wait."""
 
@@ -95,9 +94,12 @@ class Supervisor:
         try:
             self._start(reshard)
             while self._stopping is None or self._stopping:
+                self._header.set("heartbeat_ms", self._clock.now_ms())
                 self._on_signal(self._signals.wait(self._timeout_ms()))
                 self._reap()
                 self._start_due()
+                if self._stopping is None and not self._shared.is_there:
+                    self._stop(EXIT_AGAIN, "somebody removed its shared memory from /dev/shm")
                 self._stop_next_group()
                 self._notify.tell(self._shared.control)
         except BaseException:
@@ -153,14 +155,15 @@ class Supervisor:
         others = [self._compactor, *self._archivers, *([self._reshard] if self._reshard else [])]
         return [*self._frontends, *self._shards, *others]
 
-    def _timeout_ms(self) -> int | None:
-        """Return the time until the next deadline; None without one: then only a signal can bring work."""
-        moments = [child.due_ms for child in self._children() if child.due_ms is not None]
+    def _timeout_ms(self) -> int:
+        """Return the time until the next deadline, or the next heartbeat."""
+        now_ms = self._clock.monotonic_ms()
+        moments = [child.due_ms for child in self._children() if child.due_ms is not None] + [now_ms + BEAT_MS]
         if self._stopping:
             moments.append(self._stopping[0][1])
         if self._notify.due_ms is not None:
             moments.append(self._notify.due_ms)
-        return max(0, min(moments) - self._clock.monotonic_ms()) if moments else None
+        return max(0, min(moments) - now_ms)
 
     def _on_signal(self, number: signal.Signals | None) -> None:
         if number is None or number == signal.SIGCHLD:

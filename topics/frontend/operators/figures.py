@@ -11,7 +11,7 @@ from topics import __version__
 from topics.core.config import CLASSES
 from topics.core.scheduler import BANDS
 from topics.frontend.operators.exposition import Buckets, Family, Sample, Value, single
-from topics.shm.control import BESIDE, LATENCY_BUCKETS, ControlPage, Role, replay_progress
+from topics.shm.control import BESIDE, LATENCY_BUCKETS, ControlPage, ProcessState, Role, replay_progress
 from topics.shm.durations import Durations
 
 _BOUNDS_US: Final = [1 << (bucket + 3) for bucket in range(LATENCY_BUCKETS - 1)]
@@ -236,7 +236,13 @@ class ServiceFigures:
         restarts: list[Sample] = [(labels, cell.supervisor.get("restarts")) for labels, cell in every]
         exits: list[Sample] = [(labels, cell.supervisor.get("last_exit")) for labels, cell in every]
         since: list[Sample] = [(labels, cell.supervisor.get("since_ms") / 1000) for labels, cell in every]
+        now_ms, beats_ms = self._now_ms(), {("supervisor", "0"): self._control.header.get("heartbeat_ms")}
+        for labels, cell in every:
+            is_ready = cell.get("state") == ProcessState.READY and cell.get("pid") == cell.supervisor.get("pid")
+            beats_ms[labels] = cell.get("heartbeat_ms") if is_ready else now_ms
+        ages: list[Sample] = [(labels, max(0, now_ms - beat_ms) / 1000) for labels, beat_ms in beats_ms.items()]
         for name, help, samples in (
+            ("heartbeat_age_seconds", "Seconds since a process that is ready was seen at work; 0 for others", ages),
             ("last_exit_code", "Exit code of the life before, 128 + n for signal n", exits),
             ("since_timestamp_seconds", "Time of the last start or end, seconds since 1970", since),
             ("pressure", "Pressure of one process, 0 to 1", pressure),
