@@ -507,7 +507,9 @@ def test_a_log_that_contradicts_itself(data_dir: str) -> None:
 # -- the whole directory
 
 
-@pytest.mark.parametrize("name", ["service-id", "restored.json", "borrowed.json", "following.json", "format.json"])
+@pytest.mark.parametrize(
+    "name", ["service-id", "restored.json", "archive.json", "borrowed.json", "following.json", "format.json"]
+)
 def test_the_notes_of_what_the_directory_is_are_read(data_dir: str, name: str) -> None:
     path = Path(layout.meta_dir(data_dir), name)
     for content in (b"", b'{"version": 1, ', b'{"version": 3}', bytes(40)):

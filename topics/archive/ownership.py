@@ -6,11 +6,15 @@ one, and a service that begins the next one closes the one before.
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Sequence
 
 from topics.core.clock import Clock
 from topics.storage.archive_objects import Archive, Generation, Piece, encode, piece_name
+from topics.storage.filesystem import FileSystem
+from topics.storage.notes import note_path
+from topics.storage.service_id import ARCHIVE_NAME, archive_place
 
 
 class OtherShipperError(Exception):
@@ -46,6 +50,17 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
         f"{archive.store.place('')} has the archive of service {newest.service_id}, this is service {service_id}: give"
         " each service a place of its own (a restored directory is a service of its own)"
     )
+
+
+def require_there(archive: Archive, numbers: Sequence[int], fs: FileSystem, data_dir: str) -> None:
+    """Raise OSError if nothing is where the service has shipped an archive: another one, begun in an empty place, would
+    be on the wrong disk. `numbers` are the generations that are there.
+    """
+    place = archive.store.place("")
+    if not numbers and archive_place(fs, data_dir) == place:
+        reason = "has nothing of the archive that this service has there: mount its disk, or set the right URL. Only if"
+        way_out = f"it is gone for good, remove {note_path(data_dir, ARCHIVE_NAME)}, and another one is begun"
+        raise FileNotFoundError(errno.ENOENT, f"{reason} {way_out}", place)
 
 
 def newest_generation(archive: Archive, numbers: Sequence[int], service_id: str) -> Generation | None:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.base_files import BaseFiles
-from topics.archive.ownership import OtherShipperError, close_former, newest_generation, require_own
+from topics.archive.ownership import OtherShipperError, close_former, newest_generation, require_own, require_there
 from topics.core.clock import Clock
 from topics.storage.archive_objects import (
     Archive,
@@ -39,6 +39,7 @@ from topics.storage.archive_objects import (
 )
 from topics.storage.logfile import WalPosition
 from topics.storage.origin import LogPlace, Origin, OriginGoneError
+from topics.storage.service_id import keep_archive_place
 from topics.storage.snapshot import load_snapshot
 
 PIECE_BYTES: Final = 4 << 20
@@ -75,9 +76,11 @@ class Shipper:
         told: Callable[[int, int], None] = lambda _done, _total: None,
         epoch_mask: int = 0,
         leader_url: str = "",
+        notes_place: bool = False,
     ) -> None:
         """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory.
-        `leader_url` is where the service answers, for those who follow it.
+        `leader_url` is where the service answers, for those who follow it. `notes_place`: this is the archive of the
+        service, which begins no other one in an empty place; a backup may.
         """
         self._archive = archive
         self._store = archive.store
@@ -87,6 +90,7 @@ class Shipper:
         self._told = told
         self._epoch_mask = epoch_mask
         self._leader_url = leader_url
+        self._notes_place = notes_place
         self._nonce = secrets.token_hex(8)
         self._generation: Generation | None = None
         self.last_base: Base | None = None
@@ -107,6 +111,9 @@ class Shipper:
         went back, or its logs are others now.
         """
         numbers = self._archive.generations()  # once: a generation that somebody begins after this look is met below
+        fs, data_dir = self._origin.fs, self._origin.data_dir
+        if self._notes_place:
+            require_there(self._archive, numbers, fs, data_dir)
         newest = newest_generation(self._archive, numbers, self._service_id)
         is_open = False
         if newest is not None:
@@ -116,11 +123,12 @@ class Shipper:
                 close_former(self._archive, newest.number - 1, self._clock, self._service_id)
             is_open = last is None or not last.taken_over_by
         logs, _ = self._moment()  # after the look at what is shipped: it cannot be before that
-        if is_open and self._goes_on(logs):
-            return
-        number = max(numbers, default=0) + 1
-        self._new_generation(number, logs, _former_ids(newest, self._service_id))
-        close_former(self._archive, number - 1, self._clock, self._service_id)
+        if not is_open or not self._goes_on(logs):
+            number = max(numbers, default=0) + 1
+            self._new_generation(number, logs, _former_ids(newest, self._service_id))
+            close_former(self._archive, number - 1, self._clock, self._service_id)
+        if self._notes_place:
+            keep_archive_place(fs, data_dir, self._store.place(""))
 
     @property
     def is_based(self) -> bool:

@@ -6,16 +6,15 @@ a start without it only has nothing to compare the clock with.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 
 from topics.core.clock import TrustedTime
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, read_all
-from topics.storage.notes import note_path, write_note_file
+from topics.storage.filesystem import FileSystem
+from topics.storage.notes import VERSION, note_path, read_note_file, write_note_file
 
-VERSION: Final = 1
 _Ms = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
@@ -36,14 +35,6 @@ def write_clock(fs: FileSystem, data_dir: str, trusted: TrustedTime) -> None:
 
 
 def read_clock(fs: FileSystem, data_dir: str) -> TrustedTime | None:
-    """Return the time in the file, None without a file. Raise OSError, ValueError if it is damaged."""
-    path = clock_path(data_dir)
-    if not fs.exists(path):
-        return None
-    try:
-        note = msgspec.json.decode(read_all(fs, path), type=_Note)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if note.version != VERSION:
-        raise ValueError(f"{path}: version {note.version} is unknown, this release reads version {VERSION}")
-    return TrustedTime(note.boot_id, note.wall_ms, note.monotonic_ms)
+    """Return the time in the file, None without a file. Raise OSError, also if it is damaged."""
+    note = read_note_file(fs, data_dir, layout.CLOCK_NAME, _Note, "nothing can be compared with it")
+    return None if note is None else TrustedTime(note.boot_id, note.wall_ms, note.monotonic_ms)
