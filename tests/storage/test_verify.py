@@ -199,7 +199,7 @@ def test_files_in_each_others_place_are_found(data_dir: str) -> None:
     (finding,) = check(data_dir).damage
     assert (finding.kind, finding.path) == (FileKind.POSTINGS, str(topic_file(data_dir, 1, "tags")))
     write_postings(OsFileSystem(), layout.topic_dir(data_dir, TOPIC_ID), 1, 2, [])
-    assert "is of 2 records from seq 1, the segment has 3 from 1" in check(data_dir).damage[0].reason
+    assert "is of 2 records from seq 1, not of 3 from 1" in check(data_dir).damage[0].reason
 
 
 def test_damage_names_file_and_offset(data_dir: str) -> None:

@@ -250,9 +250,7 @@ class SegmentCheck:
         except CorruptPostings as defect:
             self._report.damaged(FileKind.POSTINGS, path, defect.reason, defect.offset)
             return
-        if (postings.first_seq, postings.records) != (segment.first_seq, segment.records):
-            its = f"is of {postings.records} records from seq {postings.first_seq}"
-            reason = f"{its}, the segment has {segment.records} from {segment.first_seq}"
+        if reason := postings.misplaced(directory, segment.first_seq, segment.records):
             self._report.damaged(FileKind.POSTINGS, path, reason)
         elif segment_is_whole:
             expected: dict[bytes, list[int]] = {}
