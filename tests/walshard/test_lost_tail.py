@@ -286,7 +286,9 @@ def test_a_segment_that_cannot_be_read_hides_no_lost_deletions_of_the_others(
     with monkeypatch.context() as noting:
         noting.setattr(commits, "deletion_write", note)
         rig.boot()
-    assert [seq for seqs in logged for seq in seqs] == [seq for seq in (2, 4, 6, 8) if seq >= second.first_seq and seq < 8]
+    assert [seq for seqs in logged for seq in seqs] == [
+        seq for seq in (2, 4, 6, 8) if seq >= second.first_seq and seq < 8
+    ]
     rig.close()
 
 
