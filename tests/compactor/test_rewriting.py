@@ -65,7 +65,7 @@ def test_live_records_stay_and_deleted_ones_take_no_room(
     }
     for version in (again, last):
         reader = reader_of(directory, version)
-        assert list(reader.damage(deletions_under_way=False)) == []
+        assert list(reader.damage(())) == []
         frames = [frame for seq in range(FIRST_SEQ, version.last_seq + 1) if (frame := reader.frame(seq)) is not None]
         assert {f.seq: (f.data, f.tag, f.node) for f in frames if not f.deleted} == live
     assert dead_bytes(directory, last) == 0
@@ -121,7 +121,7 @@ def test_a_damaged_frame_is_found_wherever_it_is(tmp_path: Path) -> None:
     path.write_bytes(content)
     rewritten = rewrite(FS, directory, info)
     assert rewritten.data_bytes == info.data_bytes // len(records) * (len(records) - 2)
-    assert list(reader_of(directory, rewritten).damage(deletions_under_way=False)) == []
+    assert list(reader_of(directory, rewritten).damage(())) == []
 
 
 class Noting(CommittedFile):

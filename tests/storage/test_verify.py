@@ -327,6 +327,10 @@ def test_a_deletion_under_way_is_no_damage(data_dir: str) -> None:
     commit(writer, delete_frame(3))
     writer.close()
     assert check(data_dir).damage == []
+    flipped = bytearray(path.read_bytes())
+    flipped[16] ^= LOCATION_DELETED
+    path.write_bytes(flipped)
+    assert "seq 1 is live here and deleted in the index" in check(data_dir).damage[0].reason
 
 
 class Cold:
@@ -527,6 +531,18 @@ def test_every_shard_has_its_log(tmp_path: Path) -> None:
     shutil.rmtree(gone)
     (finding,) = check(data_dir).damage
     assert (finding.kind, finding.path) == (FileKind.LOG, gone)
+
+
+def test_a_log_without_its_files_is_damage(tmp_path: Path) -> None:
+    """A start refuses it; before the first snapshot the check called it clean."""
+    data_dir = str(tmp_path)
+    for shard in range(2):
+        fill(data_dir, shard, 2)
+    shutil.rmtree(layout.meta_dir(data_dir))
+    for path in Path(layout.group_dir(data_dir, 1, 2)).glob("*.log"):
+        path.unlink()
+    (finding,) = check(data_dir).damage
+    assert (finding.kind, finding.reason.partition(";")[0]) == (FileKind.LOG, "the file is missing")
 
 
 def test_nothing_is_changed_whatever_is_found(data_dir: str) -> None:

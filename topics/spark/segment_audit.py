@@ -103,7 +103,7 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     except CorruptSegment as suspect:
         # A deletion may be in progress: it marks the data first, and of a cold segment only the index.
         reader = SegmentReader(os.path.dirname(idx_path), segment.first_seq, idx, data, segment.version)
-        for defect in list(reader.damage(True)) or ([] if found.findings else [suspect]):
+        for defect in list(reader.damage(None)) or ([] if found.findings else [suspect]):
             in_index = defect.path in (idx_path, reader.idx_path)
             finding("index" if in_index else "data", idx_path if in_index else data_path, defect.offset, defect.reason)
         return found
