@@ -92,6 +92,20 @@ def test_a_folder_that_has_gone_is_not_made_again(tmp_path: Path, has_put: bool)
     assert store.list("") == [NAME, OTHER]
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_folder_that_has_gone_is_not_an_empty_one(tmp_path: Path, new: bool) -> None:
+    """A follower took it for an archive without news, and its leader for silent."""
+    store_at(tmp_path).put(NAME, content())
+    store = LocalStore(OsFileSystem(), str(tmp_path / "cold/topics"), new=new)
+    assert store.exists(NAME)
+    (tmp_path / "cold").rename(tmp_path / "elsewhere")
+    for use in (lambda: store.exists(NAME), lambda: store.list("")):
+        with pytest.raises(FileNotFoundError, match=r"mount its disk .*cold/topics"):
+            use()
+    (tmp_path / "elsewhere").rename(tmp_path / "cold")
+    assert store.list("") == [NAME]
+
+
 def test_where_something_should_be_no_folder_is_made(tmp_path: Path) -> None:
     store = LocalStore(OsFileSystem(), str(tmp_path / "cold/topics"), new=False)
     with pytest.raises(FileNotFoundError):

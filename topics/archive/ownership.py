@@ -53,14 +53,11 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
 
 
 def require_there(archive: Archive, numbers: Sequence[int], fs: FileSystem, data_dir: str) -> None:
-    """Raise OSError if nothing is where the service has shipped an archive: another one, begun in an empty place, would
-    be on the wrong disk. `numbers` are the generations that are there.
-    """
+    """Raise OSError if nothing (`numbers` of generations) is where the service has shipped: its disk may be away."""
     place = archive.store.place("")
     if not numbers and archive_place(fs, data_dir) == place:
-        reason = "has nothing of the archive that this service has there: mount its disk, or set the right URL. Only if"
-        way_out = f"it is gone for good, remove {note_path(data_dir, ARCHIVE_NAME)}, and another one is begun"
-        raise FileNotFoundError(errno.ENOENT, f"{reason} {way_out}", place)
+        way_out = f"mount its disk, or, if that is lost for good, remove {note_path(data_dir, ARCHIVE_NAME)}"
+        raise FileNotFoundError(errno.ENOENT, f"is empty, and this service had its archive there: {way_out}", place)
 
 
 def newest_generation(archive: Archive, numbers: Sequence[int], service_id: str) -> Generation | None:

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from topics.archive.borrowing import NoLoanError, borrow
-from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.fetching import fetched_ahead
+from topics.archive.directory_copy import DirectoryCopy, fetched_ahead
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.storage import layout, service_id

@@ -79,8 +79,8 @@ class Shipper:
         notes_place: bool = False,
     ) -> None:
         """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory.
-        `leader_url` is where the service answers, for those who follow it. `notes_place`: this is the archive of the
-        service, which begins no other one in an empty place; a backup may.
+        `leader_url` is where the service answers, for those who follow it. `notes_place`: it begins no archive where
+        it has noted one and nothing is; a backup may.
         """
         self._archive = archive
         self._store = archive.store
