@@ -194,3 +194,23 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
     assert first.read_range("g/1", 0, 6) == b"second"
     assert first.list("g/") == ["g/1"]
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
+
+
+def test_a_draft_that_a_killed_create_left_goes(tmp_path: Path) -> None:
+    """It stayed for ever. One that is young may be of somebody who is about to make an object of it."""
+    root = tmp_path / "archive"
+
+    def drafts() -> list[Path]:
+        return [path for path in root.rglob("*.tmp") if path.is_file()]
+
+    for _ in range(2):
+        fs = FaultyFileSystem()
+        fs.arm(Fault(1, Fault.CRASH, calls=frozenset({"link"})))
+        with pytest.raises(Crash):
+            LocalStore(fs, str(root)).create("g/1", b"first")
+        fs.bury()
+    old, young = drafts()
+    os.utime(old, (0, 0))
+    assert LocalStore(OsFileSystem(), str(root)).create("g/1", b"second")
+    assert drafts() == [young]
+    assert LocalStore(OsFileSystem(), str(root)).list("") == ["g/1"]

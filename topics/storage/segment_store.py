@@ -23,6 +23,7 @@ from topics.storage.layout import TMP_SUFFIX
 
 WHOLE_OBJECT_MS: Final = 300_000
 """Time-out of a request to a bucket that may carry a whole segment."""
+DRAFT_S: Final = 86_400
 
 
 class SegmentSource(Protocol):
@@ -98,12 +99,14 @@ class LocalStore:
         stands still while it makes an object holds up nobody.
         """
         path = self._path(name)
-        draft = f"{path}.{secrets.token_hex(8)}{TMP_SUFFIX}"
-        self._make_directory(os.path.dirname(path))
+        draft = self._path(f"drafts/{secrets.token_hex(8)}{TMP_SUFFIX}")
+        for made in (draft, path):
+            self._make_directory(os.path.dirname(made))
         try:
             with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
                 self._fs.fdatasync(fd)
+            self._remove_old_drafts(draft)
             self._fs.link(draft, path)  # of two that make the same object one is first
         except FileExistsError:
             return False
@@ -137,6 +140,14 @@ class LocalStore:
             )
         self._new &= not is_there
         return is_there
+
+    def _remove_old_drafts(self, draft: str) -> None:
+        """Remove what a `create` that was killed a day ago has left; one that only stood still fails then."""
+        directory, made_s = os.path.dirname(draft), os.stat(draft).st_mtime
+        for name in os.listdir(directory):
+            with suppress(OSError):
+                if made_s - os.stat(path := os.path.join(directory, name)).st_mtime > DRAFT_S:
+                    self._fs.unlink(path)
 
     def _write(self, fd: int, pieces: Iterable[Bytes]) -> None:
         offset = 0
