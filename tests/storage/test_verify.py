@@ -380,6 +380,15 @@ def test_cold_data_are_checked_where_they_are(cold: Cold, look: bool, both: bool
         assert [finding.path for finding in cold.check(look).damage] == [str(cold.hot)]
 
 
+def test_the_index_of_cold_data_is_checked_though_these_are_not_looked_at(cold: Cold) -> None:
+    cold.hot.unlink()
+    path = topic_file(cold.data_dir, 1, "idx")
+    content = path.read_bytes()
+    for at in (20, 24, 36, 37, 38):  # offset, len, flags and padding of the second record
+        path.write_bytes(content[:at] + bytes((content[at] ^ 0x40,)) + content[at + 1 :])
+        assert str(path) in [found.path for found in cold.check(look=False).damage], at
+
+
 def test_the_copies_beside_cold_data_are_checked(cold: Cold) -> None:
     cold.hot.unlink()
     for kind in ("idx", "tags"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Container, Sequence
 from enum import StrEnum
 from typing import Final
@@ -92,13 +92,11 @@ class SegmentCheck:
         self._report.segments += 1
         try:
             idx = self._check_listed(topic_id, directory, info, deleted)
+            return 0 if idx is None else _live(idx, info.first_seq, earliest_seq, deleted)
         except FileNotFoundError as error:
             self._report.missing(FileKind.SEGMENT, error.filename)
         except OSError as error:
             self._report.unreadable(error, directory)
-        else:
-            if idx is not None:
-                return _live(idx, info.first_seq, earliest_seq, deleted)
         return 0
 
     def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, deleted: Sequence[int]) -> bytes | None:
@@ -117,10 +115,12 @@ class SegmentCheck:
             reason = f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}"
             self._report.damaged(FileKind.SEGMENT, idx_path, reason)
         whole: SegmentReader | None = None
-        here = deleted[bisect_left(deleted, info.first_seq) : bisect_right(deleted, info.last_seq)]
-        unmarked = None if info.flags & COLD else frozenset(here)
+        unmarked = None if info.flags & COLD else deleted
         reported: set[tuple[str, int]] = set()
-        for path, name_in_cold in self._data_places(topic_id, directory, info):
+        places = self._data_places(topic_id, directory, info)
+        for defect in () if places else bare.damage(None, has_data=False):
+            self._report.damaged(FileKind.SEGMENT, defect.path, defect.reason, defect.offset)
+        for path, name_in_cold in places:
             reader = self._data(directory, info, idx, path, name_in_cold, unmarked, reported)
             whole = whole or reader
         if is_sealed:
@@ -237,12 +237,11 @@ class SegmentCheck:
                 continue
             reader = SegmentReader(directory, name.first_seq, idx, data, name.version)
             self._report.segment_records += reader.records
-            whole = True
-            for defect in reader.damage(None):
-                whole = False
+            defects = list(reader.damage(None))
+            for defect in defects:
                 self._report.damaged(FileKind.SEGMENT, defect.path, defect.reason, defect.offset)
             if "tags" in parts:
-                self._postings(directory, reader, whole, name.version)
+                self._postings(directory, reader, not defects, name.version)
 
     def _postings(self, directory: str, segment: SegmentReader, segment_is_whole: bool, version: int) -> None:
         self._report.postings += 1

@@ -123,9 +123,9 @@ class SegmentReader:
             start = at + HEADER_LEN + node_len
             yield seq, window[start : start + tag_len]
 
-    def damage(self, unmarked: Container[int] | None) -> Iterator[CorruptSegment]:
-        """Yield everything that is wrong with it: every entry and frame, and any other bytes. `unmarked` are seqs that
-        the log has deleted, which may not be marked here yet; None: the frames have no marks.
+    def damage(self, unmarked: Container[int] | None, *, has_data: bool = True) -> Iterator[CorruptSegment]:
+        """Yield everything that is wrong with it: every entry and, if it `has_data`, every frame, and any other bytes.
+        `unmarked` are seqs that the log has deleted, which may not be marked here yet; None: frames have no marks.
         """
         if len(self._idx) % ENTRY_LEN:
             yield CorruptSegment(self.idx_path, self.records * ENTRY_LEN, "the file ends inside an entry")
@@ -145,6 +145,8 @@ class SegmentReader:
             if not length:
                 continue
             end = offset + length
+            if not has_data:
+                continue
             try:
                 frame = self._read(seq, offset, length, ts, flags)
             except CorruptSegment as defect:
@@ -158,7 +160,7 @@ class SegmentReader:
                 yield CorruptSegment(
                     self.data_path, end - 1, f"seq {seq} is {in_data} here and {in_idx} in the index, at {entry_at}"
                 )
-        if end != len(self.data):
+        if has_data and end != len(self.data):
             yield CorruptSegment(self.data_path, end, f"the last frame ends there, the file at {len(self.data)}")
 
     def _entry(self, seq: int) -> tuple[int, int, int, int]:

@@ -174,8 +174,7 @@ class _Check:
         """Check the log of one shard; return the number of shards it was written under."""
         first = read_first_start(self._fs, group.path)
         if first is None:
-            for _ in Recovery(self._fs, group.path, WalIdentity(group.shard, 1, boot_id()), start="lowest"):
-                pass  # it says so if there was one
+            list(Recovery(self._fs, group.path, WalIdentity(group.shard, 1, boot_id()), start="lowest"))  # raises
             return 0
         part = next((part for part in self._parts or () if part.log_id == first.log_id), None)
         # The snapshot before the newest one goes on in files that the newest one covers.
