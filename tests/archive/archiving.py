@@ -41,7 +41,7 @@ from tests.archive.simulated import AT, FIRST_OBJECT, SimulatedBucket, Trouble
 from tests.executors import Inline
 from tests.storage.faults import Crash, Fault
 from tests.walshard.rig import TestClock
-from topics.archive import archiver, base_files, borrowing, directory_copy, fetching, follow_main, shipping
+from topics.archive import archiver, borrowing, directory_copy, follow_main, shipping
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.compactor import loan
@@ -49,7 +49,7 @@ from topics.compactor.loan import AGREEING
 from topics.core.names import owner_shard
 from topics.shm import shm_names
 from topics.shm.memory import SharedObject
-from topics.storage import archive_tail, borrowed
+from topics.storage import borrowed, origin
 from topics.storage.archive_objects import Archive, Generation, LogEnd, Piece, decode, generation_name, piece_name
 from topics.storage.borrowed import BorrowedNote, read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem
@@ -844,11 +844,11 @@ def small_world() -> Iterator[None]:
             (archiver, "BASE_PIECES", BASE_PIECES),
             (archiver, "PIECE_BYTES", shipping.PIECE_BYTES // SCALE),
             (shipping, "PIECE_BYTES", shipping.PIECE_BYTES // SCALE),
-            (archive_tail, "TAIL_BYTES", archive_tail.TAIL_BYTES // SCALE),
+            (origin, "TAIL_BYTES", origin.TAIL_BYTES // SCALE),
             (follow_main, "LOOK_MS", 2000),
             (directory_copy, "LOST_SEQS_MAX", LOST_SEQS_MAX),
-            (base_files, "ThreadPoolExecutor", _inline),
-            (fetching, "ThreadPoolExecutor", _inline),
+            (shipping, "ThreadPoolExecutor", _inline),
+            (directory_copy, "ThreadPoolExecutor", _inline),
             (borrowing, "BATCH_BYTES", 1),
             (borrowing, "BATCH_MS", BATCH_MS),
             (borrowed, "open_archive", _found_at),

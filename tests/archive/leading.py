@@ -36,12 +36,11 @@ from topics.shm.topic_messages import (
 )
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
-from topics.storage.archive_tail import read_tail
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.frame import lay_out
 from topics.storage.logfile import WalPosition, note_committed
-from topics.storage.origin import Origin, RunningEnds
+from topics.storage.origin import Origin, RunningEnds, read_tail
 from topics.storage.reshard import finish_swap, needs_reshard, reshard
 from topics.storage.snapshot import plan_move
 

@@ -70,13 +70,13 @@ def test_a_base_that_takes_long_has_nobody_wait_for_the_interval(tmp_path: Path)
     place = tmp_path / "archive"
     command = patched(
         tmp_path / "patched",
-        "from topics.archive import archiver, base_files",
+        "from topics.archive import archiver, shipping",
         "archiver.PIECE_BYTES, archiver.BASE_PIECES = 1000, 1",
-        "copy, copied = base_files.BaseFiles.copy, []",
+        "copy, copied = shipping.BaseFiles.copy, []",
         "def stuck(files):",
         "    copied.append(files)",
         "    return copy(files) if len(copied) == 1 else files._is_over.wait()",
-        "base_files.BaseFiles.copy = stuck",
+        "shipping.BaseFiles.copy = stuck",
     )
     with Service(env=shipping(place, ARCHIVE_INTERVAL_MS=3_600_000), command=command) as service:
         poll("a first base", lambda: archiver(service)["bases"] == 1)
@@ -186,3 +186,22 @@ def test_an_archive_whose_disk_goes_away_is_not_begun_again_in_its_place(tmp_pat
         (tmp_path / "away").rename(place / "archive")
         poll("it is shipped", lambda: state(service.client, "bank")["archived_seq"] == 2)
     run("archive", "verify", place)
+
+
+def test_an_archive_whose_disk_is_not_mounted_at_a_start_is_not_begun_again(tmp_path: Path) -> None:
+    """The archiver began another one in the empty place, where records counted as archived."""
+    place = tmp_path / "archive"
+    with Service(env=shipping(place, ARCHIVE_WAIT_MS=1000)) as service:
+        put(service.client, "bank", durability="archived")
+        write(service.client, "bank", 1)
+        service.stop()
+        (place / "archive").rename(tmp_path / "away")
+        service.start()
+        answer = service.client.post("/v0/topics/bank", json={"records": [{"data": 2}]})
+        assert answer.status_code == 503, answer.text
+        assert not (place / "archive").exists()
+        poll("a failure", lambda: archiver(service)["failures"] > 0)
+        (tmp_path / "away").rename(place / "archive")
+        poll("it is shipped", lambda: state(service.client, "bank")["archived_seq"] == 2)
+    run("archive", "verify", place)
+    assert run("archive", "list", place).count("generation") == 1

@@ -710,6 +710,32 @@ def test_a_former_leader_that_stood_still_ships_nothing_where_its_generation_was
     assert former.rig.shared.control.is_taken_over
 
 
+def test_what_an_archiver_puts_where_its_generation_was_pruned_goes(service: Archiving) -> None:
+    """It stood still while it copied the files of a base. They stayed in the bucket for ever."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    former = service.leader
+    former.helpers.hangs = True
+    for _ in range(2):
+        service.world.clock.ms += archiver.BASE_MS
+        service.append("a", 7, "disk")
+        service.cut()
+        service.ship(0)
+    service.take_over([])
+    for _ in range(3):
+        service.ship(0)
+    service.prune(1, [])
+    assert len(service.archive.generations()) == 1
+    former.helpers.go_on()
+    former.step(0)
+    assert any(name.startswith("g00000001.files/") for name in service.bucket.objects)
+    service.prune(1, [])
+    assert [name for name in service.bucket.objects if name.startswith(("g00000001.files/", "g00000001.bases/"))] == []
+
+
 def test_a_follower_takes_over_though_the_pieces_that_it_lacks_are_pruned(service: Archiving) -> None:
     """It waited for them for ever, when it had closed the leader's history: nobody led. Found by seed 9474."""
     service.append("a", 3, "disk")

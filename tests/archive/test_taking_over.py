@@ -6,13 +6,20 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.archive.follower_rig import FollowerRig
 from tests.archive.services import read, restored, run
 from tests.archive.test_archiver import archiver, shipping
+from tests.archive.test_borrowing import ship
 from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
+from tests.walshard.rig import Rig, TestClock
+from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
 
 
 @pytest.mark.long
@@ -64,3 +71,37 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
 def test_there_is_nothing_to_take_over(tmp_path: Path) -> None:
     assert "no archive here" in run("restore", tmp_path, "--data-dir", tmp_path / "new", "--take-over", code=2)
     assert not (tmp_path / "archive").exists()
+
+
+def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path) -> None:
+    """It took the archive for pruned when it was told to take over, and began to copy it once more: first it removed
+    the copy that it had.
+    """
+    leader = Rig(str(tmp_path / "leader"))
+    leader.append("t", b"1", b"2")
+    archive = Archive(open_archive(OsFileSystem(), str(tmp_path / "archive")))
+    ship(leader, archive)
+
+    def tell(url: str, ends: object) -> bytes | None:
+        raise OSError("there is no leader")
+
+    data_dir = str(tmp_path / "follower")
+    os.mkdir(data_dir)
+    rig = FollowerRig(data_dir, 1, archive, TestClock(), tell)
+    try:
+        for _ in range(4):
+            rig.advance()
+        noted = read_note(OsFileSystem(), data_dir)
+        assert noted is not None
+        assert noted.piece
+        (tmp_path / "archive/archive").rename(tmp_path / "away")
+        rig.follower.promote.set()
+        for _ in range(3):
+            rig.follower.step()
+            assert rig.follower.exit_code is None
+        assert read_note(OsFileSystem(), data_dir) == msgspec.structs.replace(noted, fence_id=rig.replica.note.fence_id)
+        (tmp_path / "away").rename(tmp_path / "archive/archive")
+        rig.follower.step()
+        assert rig.replica.note.leads
+    finally:
+        rig.close()

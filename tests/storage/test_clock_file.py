@@ -14,7 +14,8 @@ from tests.walshard.rig import TestClock
 from topics.compactor.life import NOTE_MS, ClockNote
 from topics.core.clock import TrustedTime
 from topics.shm.control import CELL_WORDS, ProcessCell, Role
-from topics.storage.clock_file import clock_path, read_clock, write_clock
+from topics.storage.layout import CLOCK_NAME
+from topics.storage.notes import note_path, read_clock, write_clock
 
 TIME = TrustedTime("b0a7", 1_700_000_000_000, 81_234_567)
 
@@ -49,12 +50,12 @@ def test_a_failed_write_leaves_the_former_one(tmp_path: Path, fault: int) -> Non
 def test_what_is_not_understood_is_not_guessed(tmp_path: Path, change: dict[str, object]) -> None:
     fs = FaultyFileSystem()
     write_clock(fs, str(tmp_path), TIME)
-    path = Path(clock_path(str(tmp_path)))
+    path = Path(note_path(str(tmp_path), CLOCK_NAME))
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=r"clock\.json"):
+    with pytest.raises(OSError, match=r"clock\.json"):
         read_clock(fs, str(tmp_path))
     path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"clock\.json"):
+    with pytest.raises(OSError, match=r"clock\.json"):
         read_clock(fs, str(tmp_path))
 
 

@@ -78,7 +78,11 @@ def read_segment(stem: Path) -> dict[int, tuple[int, bytes, bytes, bytes]]:
 
 def read_tags(path: Path) -> dict[bytes, list[int]]:
     content = path.read_bytes()
-    magic, version, _, first_seq, tag_count, seq_count, text_len, checksum = struct.unpack_from("<8sIIQIII4xQ", content)
+    magic, version, _, first_seq, tag_count, seq_count, text_len, topic, checksum = struct.unpack_from(
+        "<8sIIQIIIIQ", content
+    )
+    topic_id = int(path.parent.name, 16).to_bytes(8, "little")
+    assert topic == xxhash.xxh3_64_intdigest(topic_id) % 2**32
     assert (magic, version) == (b"topicTAG", 1)
     assert checksum == xxhash.xxh3_64_intdigest(content[:40] + content[48:])
     words = struct.unpack_from(f"<{2 * tag_count + seq_count}I", content, 48)

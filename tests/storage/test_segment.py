@@ -113,7 +113,7 @@ def test_what_was_logged_comes_back(records: list[Record], first_seq: int, data:
         assert writer.records == len(records)
         assert writer.next_seq == first_seq + len(records)
         reader = SegmentReader.open(directory, first_seq, writer.records, writer.data_bytes)
-        assert list(reader.damage(False)) == []
+        assert list(reader.damage(())) == []
         assert reader.entries(first_seq, first_seq + len(records) - 1) == expected_entries
         for position in range(len(records)):
             seq = first_seq + position
@@ -135,7 +135,7 @@ def test_more_records_than_are_converted_at_once(directory: str) -> None:
     writer = SegmentWriter.create(OsFileSystem(), directory, 1)
     writer.append(source.buffer, TOPIC_ID, source.entries)
     reader = SegmentReader.open(directory, 1, writer.records, writer.data_bytes)
-    assert list(reader.damage(False)) == []
+    assert list(reader.damage(())) == []
     assert read_back(reader) == [*records[:4095], None, None, *records[4097:]]
 
 
@@ -146,7 +146,7 @@ def test_gone_records_keep_their_place_and_nothing_else(directory: str) -> None:
     writer.append(source.buffer, TOPIC_ID, source.entries)
     writer.append(source.buffer, TOPIC_ID, array("Q"))
     reader = SegmentReader.open(directory, 1, writer.records, writer.data_bytes)
-    assert list(reader.damage(False)) == []
+    assert list(reader.damage(())) == []
     assert read_back(reader) == [None, plain[1], None, None, plain[4], plain[5]]
     entries = reader.entries(1, 6)
     assert entries[2] == 0
@@ -250,7 +250,7 @@ def test_a_segment_without_a_mark_begins_again(directory: str) -> None:
     make_segment(FaultyFileSystem(), data_dir, plain, sealed=False)
     expected = plain[:2]
     reader = make_segment(FaultyFileSystem(), data_dir, expected, sealed=False)
-    assert list(reader.damage(False)) == []
+    assert list(reader.damage(())) == []
     assert read_back(reader) == expected
 
 
@@ -398,7 +398,7 @@ def test_no_write_is_longer_than_the_system_takes(directory: str, monkeypatch: p
     assert len(data) < len(records), "neighbours go together"
     assert sorted(data)[-1] > 1500 > 1000 >= sorted(data)[-2]
     reader = SegmentReader.open(directory, 1, 9, writer.data_bytes)
-    assert list(reader.damage(False)) == []
+    assert list(reader.damage(())) == []
     assert [None if (frame := reader.frame(seq)) is None else frame.data for seq in range(1, 10)] == [
         None if at == 6 else record.payload for at, record in enumerate(records)
     ]
@@ -415,7 +415,7 @@ def test_deletion_is_seen_by_who_has_it_mapped(directory: str) -> None:
     mark_deleted(fs, directory, 10, [])
     assert read_back(reader) == [plain[0], None, plain[2], None, None, plain[5]]
     assert [flags >> 32 for flags in reader.entries(10, 15)[3::4]] == [0, 2, 0, 2, 2, 0]
-    assert list(reader.damage(False)) == []
+    assert list(reader.damage(())) == []
     changed = [
         [at for at, (old, new) in enumerate(zip(*pair, strict=True)) if old != new]
         for pair in zip(before, contents(directory, 10), strict=True)
@@ -452,11 +452,11 @@ def test_a_deletion_killed_anywhere_is_repeated(directory: str, error: int) -> N
         with pytest.raises(Crash):
             mark_deleted(fs, directory, 1, [2, 5])
         fs.bury()
-        assert list(reader.damage(True)) == []
+        assert list(reader.damage(None)) == []
         halfway = (nth, error) in ((3, Fault.LATE_CRASH), (4, Fault.CRASH))
-        assert bool(list(reader.damage(False))) == halfway
+        assert bool(list(reader.damage(()))) == halfway
         mark_deleted(OsFileSystem(), directory, 1, [2, 5])
-        assert list(reader.damage(False)) == []
+        assert list(reader.damage(())) == []
         assert read_back(reader) == [plain[0], None, plain[2], plain[3], None, plain[5]]
 
 
@@ -569,7 +569,7 @@ def test_every_flipped_bit_is_found(directory: str) -> None:
     assert len(damaged) == (len(data) + len(idx)) * 8
     for bad_data, bad_idx in damaged:
         bad = SegmentReader(directory, 1, bad_idx, bad_data)
-        found = list(bad.damage(False))
+        found = list(bad.damage(()))
         assert found
         path = reader.data_path if bad_idx == idx else reader.idx_path
         assert any(path in str(one) for one in found) or bad_idx != idx
@@ -586,10 +586,10 @@ def test_every_flipped_bit_is_found(directory: str) -> None:
 def test_anything_too_much_is_found(directory: str, extra: bytes) -> None:
     make_segment(FaultyFileSystem(), str(Path(directory).parents[1]), plain, sealed=False)
     data, idx = contents(directory)
-    assert [one.offset for one in SegmentReader(directory, 1, idx, data + extra).damage(False)] == [len(data)]
-    assert list(SegmentReader(directory, 1, idx + extra, data).damage(False))
-    assert list(SegmentReader(directory, 1, idx[:-20], data).damage(False))
-    assert list(SegmentReader(directory, 1, idx, data[:-1]).damage(False))
+    assert [one.offset for one in SegmentReader(directory, 1, idx, data + extra).damage(())] == [len(data)]
+    assert list(SegmentReader(directory, 1, idx + extra, data).damage(()))
+    assert list(SegmentReader(directory, 1, idx[:-20], data).damage(()))
+    assert list(SegmentReader(directory, 1, idx, data[:-1]).damage(()))
 
 
 def test_an_entry_without_a_frame_is_in_order_of_time(directory: str) -> None:
@@ -600,7 +600,7 @@ def test_an_entry_without_a_frame_is_in_order_of_time(directory: str) -> None:
     data, idx = contents(directory)
     for wrong_ts, at in ((TS_MS + 1, 2), (TS_MS + 5, 3)):
         bad = idx[:48] + struct.pack("<Q", wrong_ts) + idx[56:]
-        (found,) = SegmentReader(directory, 1, bad, data).damage(False)
+        (found,) = SegmentReader(directory, 1, bad, data).damage(())
         assert (found.path, found.offset) == (layout.segment_idx_path(directory, 1), at * 20)
         assert "is before that of the record before" in found.reason
 
@@ -610,6 +610,6 @@ def test_two_frames_swapped_are_found(directory: str) -> None:
     data, idx = contents(directory)
     length = len(data) // 6
     swapped = data[length : 2 * length] + data[:length] + data[2 * length :]
-    found = list(SegmentReader(directory, 1, idx, swapped).damage(False))
+    found = list(SegmentReader(directory, 1, idx, swapped).damage(()))
     assert [one.offset for one in found] == [0, length]
     assert "holds seq 2" in found[0].reason

@@ -92,6 +92,20 @@ def test_a_folder_that_has_gone_is_not_made_again(tmp_path: Path, has_put: bool)
     assert store.list("") == [NAME, OTHER]
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_folder_that_has_gone_is_not_an_empty_one(tmp_path: Path, new: bool) -> None:
+    """A follower took it for an archive without news, and its leader for silent."""
+    store_at(tmp_path).put(NAME, content())
+    store = LocalStore(OsFileSystem(), str(tmp_path / "cold/topics"), new=new)
+    assert store.exists(NAME)
+    (tmp_path / "cold").rename(tmp_path / "elsewhere")
+    for use in (lambda: store.exists(NAME), lambda: store.list("")):
+        with pytest.raises(FileNotFoundError, match=r"mount its disk .*cold/topics"):
+            use()
+    (tmp_path / "elsewhere").rename(tmp_path / "cold")
+    assert store.list("") == [NAME]
+
+
 def test_where_something_should_be_no_folder_is_made(tmp_path: Path) -> None:
     store = LocalStore(OsFileSystem(), str(tmp_path / "cold/topics"), new=False)
     with pytest.raises(FileNotFoundError):
@@ -180,3 +194,23 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
     assert first.read_range("g/1", 0, 6) == b"second"
     assert first.list("g/") == ["g/1"]
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
+
+
+def test_a_draft_that_a_killed_create_left_goes(tmp_path: Path) -> None:
+    """It stayed for ever. One that is young may be of somebody who is about to make an object of it."""
+    root = tmp_path / "archive"
+
+    def drafts() -> list[Path]:
+        return [path for path in root.rglob("*.tmp") if path.is_file()]
+
+    for _ in range(2):
+        fs = FaultyFileSystem()
+        fs.arm(Fault(1, Fault.CRASH, calls=frozenset({"link"})))
+        with pytest.raises(Crash):
+            LocalStore(fs, str(root)).create("g/1", b"first")
+        fs.bury()
+    old, young = drafts()
+    os.utime(old, (0, 0))
+    assert LocalStore(OsFileSystem(), str(root)).create("g/1", b"second")
+    assert drafts() == [young]
+    assert LocalStore(OsFileSystem(), str(root)).list("") == ["g/1"]

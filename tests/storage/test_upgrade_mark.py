@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
+from topics.storage.layout import FORMAT_NAME
 from topics.storage.logfile import RefusedLog
-from topics.storage.upgrade import has_mark, mark_path, write_mark
+from topics.storage.notes import note_path
+from topics.storage.upgrade import has_mark, write_mark
 
 
 def test_it_is_there_once_it_was_made(tmp_path: Path) -> None:
@@ -20,7 +22,7 @@ def test_it_is_there_once_it_was_made(tmp_path: Path) -> None:
         write_mark(fs, str(tmp_path))
         assert has_mark(fs, str(tmp_path))
     assert os.listdir(tmp_path / "meta") == ["format.json"]
-    assert Path(mark_path(str(tmp_path))).read_bytes() == b'{"version":2}'
+    assert Path(note_path(str(tmp_path), FORMAT_NAME)).read_bytes() == b'{"version":2}'
 
 
 @pytest.mark.parametrize("nth", range(1, 6))
@@ -40,7 +42,7 @@ def test_a_failed_write_leaves_none_or_a_whole_one(tmp_path: Path, nth: int) -> 
 def test_the_data_of_another_release_are_refused(tmp_path: Path, version: int) -> None:
     fs = FaultyFileSystem()
     write_mark(fs, str(tmp_path))
-    Path(mark_path(str(tmp_path))).write_text(f'{{"version": {version}}}')
+    Path(note_path(str(tmp_path), FORMAT_NAME)).write_text(f'{{"version": {version}}}')
     with pytest.raises(RefusedLog, match=rf"format\.json: format version {version} is unknown .* start the release"):
         has_mark(fs, str(tmp_path))
 
@@ -49,6 +51,6 @@ def test_the_data_of_another_release_are_refused(tmp_path: Path, version: int) -
 def test_what_is_not_understood_is_not_guessed(tmp_path: Path, content: bytes) -> None:
     fs = FaultyFileSystem()
     write_mark(fs, str(tmp_path))
-    Path(mark_path(str(tmp_path))).write_bytes(content)
+    Path(note_path(str(tmp_path), FORMAT_NAME)).write_bytes(content)
     with pytest.raises(RefusedLog, match=r"format\.json: cannot be decoded: .*; restore it from a copy"):
         has_mark(fs, str(tmp_path))

@@ -199,7 +199,7 @@ def test_files_in_each_others_place_are_found(data_dir: str) -> None:
     (finding,) = check(data_dir).damage
     assert (finding.kind, finding.path) == (FileKind.POSTINGS, str(topic_file(data_dir, 1, "tags")))
     write_postings(OsFileSystem(), layout.topic_dir(data_dir, TOPIC_ID), 1, 2, [])
-    assert "is of 2 records from seq 1, the segment has 3 from 1" in check(data_dir).damage[0].reason
+    assert "is of 2 records from seq 1, not of 3 from 1" in check(data_dir).damage[0].reason
 
 
 def test_damage_names_file_and_offset(data_dir: str) -> None:
@@ -327,6 +327,10 @@ def test_a_deletion_under_way_is_no_damage(data_dir: str) -> None:
     commit(writer, delete_frame(3))
     writer.close()
     assert check(data_dir).damage == []
+    flipped = bytearray(path.read_bytes())
+    flipped[16] ^= LOCATION_DELETED
+    path.write_bytes(flipped)
+    assert "seq 1 is live here and deleted in the index" in check(data_dir).damage[0].reason
 
 
 class Cold:
@@ -374,6 +378,15 @@ def test_cold_data_are_checked_where_they_are(cold: Cold, look: bool, both: bool
         cold.there.write_bytes(content)
         cold.hot.write_bytes(content.replace(b'"b"', b'"B"'))
         assert [finding.path for finding in cold.check(look).damage] == [str(cold.hot)]
+
+
+def test_the_index_of_cold_data_is_checked_though_these_are_not_looked_at(cold: Cold) -> None:
+    cold.hot.unlink()
+    path = topic_file(cold.data_dir, 1, "idx")
+    content = path.read_bytes()
+    for at in (20, 24, 36, 37, 38):  # offset, len, flags and padding of the second record
+        path.write_bytes(content[:at] + bytes((content[at] ^ 0x40,)) + content[at + 1 :])
+        assert str(path) in [found.path for found in cold.check(look=False).damage], at
 
 
 def test_the_copies_beside_cold_data_are_checked(cold: Cold) -> None:
@@ -507,7 +520,9 @@ def test_a_log_that_contradicts_itself(data_dir: str) -> None:
 # -- the whole directory
 
 
-@pytest.mark.parametrize("name", ["service-id", "restored.json", "borrowed.json", "following.json", "format.json"])
+@pytest.mark.parametrize(
+    "name", ["service-id", "restored.json", "archive.json", "borrowed.json", "following.json", "format.json"]
+)
 def test_the_notes_of_what_the_directory_is_are_read(data_dir: str, name: str) -> None:
     path = Path(layout.meta_dir(data_dir), name)
     for content in (b"", b'{"version": 1, ', b'{"version": 3}', bytes(40)):
@@ -525,6 +540,18 @@ def test_every_shard_has_its_log(tmp_path: Path) -> None:
     shutil.rmtree(gone)
     (finding,) = check(data_dir).damage
     assert (finding.kind, finding.path) == (FileKind.LOG, gone)
+
+
+def test_a_log_without_its_files_is_damage(tmp_path: Path) -> None:
+    """A start refuses it; before the first snapshot the check called it clean."""
+    data_dir = str(tmp_path)
+    for shard in range(2):
+        fill(data_dir, shard, 2)
+    shutil.rmtree(layout.meta_dir(data_dir))
+    for path in Path(layout.group_dir(data_dir, 1, 2)).glob("*.log"):
+        path.unlink()
+    (finding,) = check(data_dir).damage
+    assert (finding.kind, finding.reason.partition(";")[0]) == (FileKind.LOG, "the file is missing")
 
 
 def test_nothing_is_changed_whatever_is_found(data_dir: str) -> None:

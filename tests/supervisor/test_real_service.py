@@ -14,8 +14,8 @@ import pytest
 from tests.harness import COMMAND, START_DEADLINE_S, Service, is_running, poll
 from topics.shm import shm_names
 from topics.shm.control import ControlPage, Role
-from topics.storage.clock_file import read_clock, write_clock
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.notes import read_clock, write_clock
 
 pytestmark = pytest.mark.long
 

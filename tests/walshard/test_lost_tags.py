@@ -15,6 +15,7 @@ from topics.core.errors import TopicsError
 from topics.core.segment_list import COLD
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage.postings import BODY_AT, CHECKSUM, HEADER
+from topics.storage.verify import verify
 
 RECORDS = 24
 EVENTS = 8
@@ -70,6 +71,19 @@ def test_the_frames_tell(compaction: Compaction, damage: str) -> None:
     compaction.rig.restart_service()
     compaction.begin_again()
     assert seqs(compaction) == left
+
+
+def test_the_file_of_another_topic_is_not_believed(compaction: Compaction) -> None:
+    """It has the same first seq and as many records: a delete took those that the other topic has so."""
+    path = file(compaction, "tags")
+    for number in range(1, RECORDS + 1):
+        compaction.rig.append("u", b"%d" % number, tag=b"even" if number % 2 else b"odd")
+    compaction.cut()
+    (other,) = [found for found in path.parent.parent.rglob(path.name) if found != path]
+    path.write_bytes(other.read_bytes())
+    assert [str(path)] == [one.path for one in verify(compaction.rig.settings.data_dir, lambda *_: None).damage]
+    assert delete(compaction) == RECORDS // 2
+    assert seqs(compaction) == [seq for seq in range(2, RECORDS + 1, 2) if seq != 10]
 
 
 def test_a_file_that_cannot_be_opened_now_is_not_taken_for_damaged(compaction: Compaction) -> None:

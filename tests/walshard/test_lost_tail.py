@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -27,15 +27,21 @@ from topics.core.floors import EvictReason
 from topics.core.idempotency import ProducerTurn, producer_key
 from topics.core.location import LOCATION_LOST
 from topics.core.routers import HOPS_MAX, RouterSpec
+from topics.core.topic import Topic
 from topics.shm.control import ProcessState
 from topics.shm.topic_messages import CatchUp, DeleteRecords, EnsureTopic, PutRouter, PutTopic, SyncRouters
 from topics.storage import layout
 from topics.storage.frame import TYPE_AT, FrameType
 from topics.storage.logfile import note_committed
 from topics.storage.verify import verify
+from topics.walshard.commit import commits
 from topics.walshard.commit.commits import Commits
+<<<<<<< HEAD
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.routers import copier
+=======
+from topics.walshard.commit.draft import LogWrite, deletion_write
+>>>>>>> lane-storage
 
 NAMES = ("a", "b", "c")
 
@@ -262,24 +268,49 @@ def test_lost_deletions_whose_logging_is_cut_short_are_logged_again(rig: Rig, mo
     write = Commits._log
     calls: list[Commits] = []
 
-    def until_full(commits: Commits, writes: list[LogWrite]) -> None:
-        calls.append(commits)
+    def until_full(own: Commits, writes: list[LogWrite]) -> None:
+        calls.append(own)
         if len(calls) > 1:
             raise TopicsError("storage_unavailable", "the disk is full")
-        write(commits, writes)
+        write(own, writes)
 
     rig = lost_deletions(rig, monkeypatch, until_full)
     rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
     logged: list[LogWrite] = []
 
-    def note(commits: Commits, writes: list[LogWrite]) -> None:
+    def note(own: Commits, writes: list[LogWrite]) -> None:
         logged.extend(writes)
-        write(commits, writes)
+        write(own, writes)
 
     with monkeypatch.context() as noting:
         noting.setattr(Commits, "_log", note)
         rig.boot()
     assert FrameType.DELETE in [buffer[TYPE_AT] for each in logged for buffer in each.buffers]
+    rig.close()
+
+
+@pytest.mark.shard(segment_max_events="4")
+def test_a_segment_that_cannot_be_read_hides_no_lost_deletions_of_the_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = TopicsError("storage_unavailable", "the disk is full")
+    rig = lost_deletions(rig, monkeypatch, Mock(side_effect=refusal))
+    first, second, *_ = Compaction(rig).segments("t")
+    path = layout.segment_idx_path(layout.topic_dir(rig.settings.data_dir, rig.hosted("t").topic.id), first.first_seq)
+    os.rename(path, f"{path}.away")
+    logged: list[Sequence[int]] = []
+
+    def note(topic: Topic, seqs: Sequence[int], ts: int) -> LogWrite:
+        logged.append(seqs)
+        return deletion_write(topic, seqs, ts)
+
+    rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
+    with monkeypatch.context() as noting:
+        noting.setattr(commits, "deletion_write", note)
+        rig.boot()
+    assert [seq for seqs in logged for seq in seqs] == [
+        seq for seq in (2, 4, 6, 8) if seq >= second.first_seq and seq < 8
+    ]
     rig.close()
 
 

@@ -15,8 +15,7 @@ from typing import Final
 
 import msgspec
 
-from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.fetching import fetched_ahead
+from topics.archive.directory_copy import DirectoryCopy, fetched_ahead
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, base_name, loan_name

@@ -7,9 +7,11 @@ CHECKPOINT_MARKs behind it list no segments: the directory has those of the snap
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -46,6 +48,9 @@ LOST_SEQS_MAX: Final = 1 << 17
 LOST_SEQS_TOTAL: Final = 1 << 20
 """The same for all topics together, but for TAIL_STEP each: each lost seq takes an entry in the index."""
 _PAD_KEY: Final = b"\xa3pad"
+FETCHED_AHEAD: Final = 8
+_Wanted = TypeVar("_Wanted")
+_Got = TypeVar("_Got")
 
 
 class MissingBytesError(ArchiveDamagedError):
@@ -246,6 +251,22 @@ class DirectoryCopy:
             write_all(self._fs, fd, frames, end.offset)
         if has_end:
             note_committed(self._fs, directory, WalPosition(end.file_no, end.offset + len(frames)))
+
+
+def fetched_ahead(fetch: Callable[[_Wanted], _Got], wanted: Iterable[_Wanted]) -> Iterator[tuple[_Wanted, _Got]]:
+    """Yield (wanted, fetched) in order, FETCHED_AHEAD at a time: most of the time of a bucket is waiting."""
+    underway: deque[tuple[_Wanted, Future[_Got]]] = deque()
+    with ThreadPoolExecutor(FETCHED_AHEAD, "fetch") as pool:
+        try:
+            for one in wanted:
+                underway.append((one, pool.submit(fetch, one)))
+                if len(underway) == FETCHED_AHEAD:
+                    first, work = underway.popleft()
+                    yield first, work.result()
+            for first, work in underway:
+                yield first, work.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _tiered(info: SegmentInfo, is_cold: bool) -> SegmentInfo:

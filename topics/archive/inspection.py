@@ -246,6 +246,13 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
         if is_over and not lent:
             archive.store.delete(generation_name(generation))
             gone("generations")
+    for number in set(range(1, newest)).difference(found.generation.number for found in every):
+        # An archiver that stood still while its generation was pruned may have put more of a base since.
+        kinds = (base_name(number, 0)[:-12], file_name(number, ""))
+        names = [] if archive.has_generation(number) else [name for kind in kinds for name in archive.store.list(kind)]
+        for name in names:
+            archive.store.delete(name)
+            gone(name)
     return Pruned(**removed, loans=list(dict.fromkeys(held)))
 
 

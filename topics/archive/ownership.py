@@ -6,11 +6,15 @@ one, and a service that begins the next one closes the one before.
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Sequence
 
 from topics.core.clock import Clock
 from topics.storage.archive_objects import Archive, Generation, Piece, encode, piece_name
+from topics.storage.filesystem import FileSystem
+from topics.storage.notes import note_path
+from topics.storage.service_id import ARCHIVE_NAME, archive_place
 
 
 class OtherShipperError(Exception):
@@ -46,6 +50,14 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
         f"{archive.store.place('')} has the archive of service {newest.service_id}, this is service {service_id}: give"
         " each service a place of its own (a restored directory is a service of its own)"
     )
+
+
+def require_there(archive: Archive, numbers: Sequence[int], fs: FileSystem, data_dir: str) -> None:
+    """Raise OSError if nothing (`numbers` of generations) is where the service has shipped: its disk may be away."""
+    place = archive.store.place("")
+    if not numbers and archive_place(fs, data_dir) == place:
+        way_out = f"mount its disk, or, if that is lost for good, remove {note_path(data_dir, ARCHIVE_NAME)}"
+        raise FileNotFoundError(errno.ENOENT, f"is empty, and this service had its archive there: {way_out}", place)
 
 
 def newest_generation(archive: Archive, numbers: Sequence[int], service_id: str) -> Generation | None:

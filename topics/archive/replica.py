@@ -23,8 +23,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.borrowing import Homecoming
-from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
-from topics.archive.fetching import fetched_ahead
+from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, fetched_ahead
 from topics.archive.ownership import followed_generation
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
@@ -317,10 +316,6 @@ class Replica:
 
     def _copy_base(self) -> None:
         """Copy the newest base into an empty directory, and the moment that it is named by."""
-        for name in _COPIED:  # of a try before
-            shutil.rmtree(os.path.join(self._data_dir, name), ignore_errors=True)
-        for number in layout.list_snapshots(self._fs, self._data_dir):
-            self._fs.unlink(layout.snapshot_path(self._data_dir, number))
         generation = self.archive.generation(self._newest_generation())
         if generation.shards != self._shards:
             raise OtherShardsError(
@@ -329,6 +324,10 @@ class Replica:
             )
         number = self.archive.bases(generation.number)[-1]
         base, snapshot = self.archive.base(generation.number, number)
+        for name in _COPIED:  # of a try before
+            shutil.rmtree(os.path.join(self._data_dir, name), ignore_errors=True)
+        for old in layout.list_snapshots(self._fs, self._data_dir):
+            self._fs.unlink(layout.snapshot_path(self._data_dir, old))
         self.homecoming.begin(generation.number, base, self.note.url)
         borrowed = self.homecoming.missing
         for start in base.logs:

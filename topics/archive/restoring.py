@@ -13,16 +13,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
 
 from topics.archive.borrowing import NoLoanError, borrow
-from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.fetching import fetched_ahead
+from topics.archive.directory_copy import DirectoryCopy, fetched_ahead
 from topics.core.clock import Clock
+from topics.core.location import LOCATION_LOST
+from topics.core.shard_state import FoldedTopic
 from topics.log import get_logger
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -41,6 +43,7 @@ from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed
 from topics.storage.filesystem import FileSystem, names_in
 from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
+from topics.storage.segment import read_columns
 from topics.storage.snapshot import decode_parts
 
 log = get_logger()
@@ -88,66 +91,80 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
     place, numbers = archive.store.place(""), archive.generations()
     if not numbers:
         raise NotThereError(f"{place}: there is no archive here")
+    if wanted.topic is not None:
+        return _plan_of_record(archive, numbers, wanted.topic, wanted.seq)
     earliest_ms = None
     for number in reversed(numbers):
-        generation, bases = archive.generation(number), archive.bases(number)
-        last, found = archive.last_piece(number, bases[-1]) if bases else 0, None
+        bases = archive.bases(number)
+        last = archive.last_piece(number, bases[-1]) if bases else 0
         for base_no in reversed(bases):
             base, body = archive.base(number, base_no)
-            snapshot, earliest_ms = bytes(body), base.taken_ms
+            earliest_ms = base.taken_ms
             if wanted.ts_ms is None or base.taken_ms <= wanted.ts_ms:
-                moment = _moment(archive, number, base, snapshot, wanted, last)
-                if moment is None:
-                    break
-                found = Plan(generation, base, snapshot, moment)
-                if wanted.topic is None or moment.number > base_no:
-                    return found
-                # The service may have had the record before this base.
+                until = last if wanted.ts_ms is None else _last_at(archive, number, base_no, last, wanted.ts_ms)
+                moment = _moment(archive, number, base_no, range(until, base_no - 1, -1))
+                assert moment is not None
+                return Plan(archive.generation(number), base, bytes(body), moment)
             last = base_no - 1
-        if found is not None:
-            return found
-        if wanted.topic is not None and bases:
-            raise NotThereError(f"{place}: topic {wanted.topic!r} has no record {wanted.seq} in generation {number}")
     if earliest_ms is None:
         raise NotThereError(f"{place}: the archive was begun, but its first base is not complete")
     raise NotThereError(f"{place}: {wanted.ts_ms} is before the first moment, which is of {earliest_ms}")
 
 
-def _moment(
-    archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment, last: int
-) -> Piece | None:
-    """Return the moment from this base on, and up to piece `last`, that is wanted; None without one."""
-    if wanted.topic is not None:
-        found = _piece_with(archive, generation, base, snapshot, wanted, last)
-        numbers: Iterator[int] = iter(() if found is None else range(found, last + 1))
-    elif wanted.ts_ms is not None:
-        low, high = base.number, last + 1  # the piece `low` is early enough, `high` is not, or is none
-        while high - low > 1:
-            middle = (low + high) // 2
-            if archive.piece(generation, middle)[0].taken_ms <= wanted.ts_ms:
-                low = middle
-            else:
-                high = middle
-        numbers = iter(range(low, base.number - 1, -1))
-    else:
-        numbers = iter(range(last, base.number - 1, -1))
-    for number in numbers:
-        piece, _ = archive.piece(generation, number)
-        if piece.is_moment or number == base.number:
-            return piece
-    return None
+def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int) -> int:
+    """Return the last piece up to `last` that is early enough, as piece `low` is."""
+    return low + bisect_right(range(low + 1, last + 1), ts_ms, key=lambda at: archive.piece(generation, at)[0].taken_ms)
+
+
+def _moment(archive: Archive, generation: int, base_no: int, numbers: Iterable[int]) -> Piece | None:
+    """Return the first of these pieces that is a moment, None without one."""
+    pieces = (archive.piece(generation, number)[0] for number in numbers)
+    return next((piece for piece in pieces if piece.is_moment or piece.number == base_no), None)
+
+
+def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) -> Plan:
+    """Find the first moment with a record, in whichever generation. A directory that went back may have given its seq
+    to another record (decision 23): the two are told apart by their times. Raise NotThereError.
+    """
+    ways = [way for number in numbers if (way := _first_with(archive, number, topic, seq)) is not None]
+    known = {ts: found for found, ts in reversed(ways) if ts is not None}
+    if len(known) > 1:
+        moments = " and ".join(f"--to-ts {found.moment.taken_ms}" for found in reversed(known.values()))
+        why = f"has had {len(known)} records {seq}, as its service went back; the first moments with them are {moments}"
+        raise NotThereError(f"{archive.store.place('')}: topic {topic!r} {why}")
+    if not ways:
+        raise NotThereError(f"{archive.store.place('')}: topic {topic!r} has no record {seq}")
+    return next(iter(known.values()), ways[0][0])
+
+
+def _first_with(archive: Archive, number: int, topic: str, seq: int) -> tuple[Plan, int | None] | None:
+    """Return the way to the first moment of a generation with a record, and the record's time, None if it is gone."""
+    bases, found = archive.bases(number), None
+    last = archive.last_piece(number, bases[-1]) if bases else 0
+    for base_no in reversed(bases):
+        base, body = archive.base(number, base_no)
+        at, ts = _piece_with(archive, number, base, bytes(body), topic, seq, last)
+        moment = _moment(archive, number, base_no, range(at, last + 1))
+        if moment is None:
+            break
+        found = Plan(archive.generation(number), base, bytes(body), moment), ts
+        if moment.number > base_no:
+            break
+        last = base_no - 1  # the service may have had the record before this base
+    return found
 
 
 def _piece_with(
-    archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment, last: int
-) -> int | None:
-    """Return the first piece, from the base's on, that has the wanted record, None if none up to `last` has. The base
-    may have it by its snapshot.
+    archive: Archive, generation: int, base: Base, snapshot: bytes, topic: str, seq: int, last: int
+) -> tuple[int, int | None]:
+    """Return (the first piece, from the base's on, that has the record, one behind `last` if none up to there has; its
+    time). The base may have it by its snapshot.
     """
-    topics = [topic for part in (decode_parts(snapshot) if snapshot else ()) for topic in part.decoded().topics]
-    ids = {topic.id: topic.head_seq for topic in topics if topic.name == wanted.topic}
-    if any(head_seq >= wanted.seq for head_seq in ids.values()):
-        return base.number
+    topics = [found for part in (decode_parts(snapshot) if snapshot else ()) for found in part.decoded().topics]
+    named = {found.id for found in topics if found.name == topic}
+    for known in topics:
+        if known.id in named and known.head_seq >= seq:
+            return base.number, _ts_in_segments(archive, base, known, seq)
     ends = {start.shard: start.position for start in base.logs}
     left: dict[int, bytes] = {}
     for number in range(base.first_piece, last + 1):
@@ -156,19 +173,30 @@ def _piece_with(
             end = ends[part.shard]
             behind = joined(end, part)
             if behind is None:
-                return None  # a hole: what comes next can be had from the next base
+                return last + 1, None  # a hole: what comes next can be had from the next base
             ends[part.shard] = behind
             before = left.get(part.shard, b"") if behind.file_no == end.file_no else b""
             content = before + bytes(new_bytes(end, part, found_bytes))
             found = scan(content, 0, len(content))
             left[part.shard] = content[found.end :]  # a frame may go on in the next piece
-            for frame_at, _, type_, _, topic_id, seq, _, node_len, tag_len, data_len in found.frames:
+            for frame_at, _, type_, _, topic_id, frame_seq, ts, node_len, tag_len, data_len in found.frames:
                 if type_ == FrameType.TOPIC_CREATE:
                     body_at = frame_at + HEADER_LEN + node_len + tag_len
-                    if msgspec.msgpack.decode(content[body_at : body_at + data_len])["name"] == wanted.topic:
-                        ids[topic_id] = 0
-                elif type_ == FrameType.APPEND and seq >= wanted.seq and topic_id in ids:
-                    return max(number, base.number)
+                    if msgspec.msgpack.decode(content[body_at : body_at + data_len])["name"] == topic:
+                        named.add(topic_id)
+                elif type_ == FrameType.APPEND and frame_seq >= seq and topic_id in named:
+                    return max(number, base.number), ts if frame_seq == seq else None
+    return last + 1, None
+
+
+def _ts_in_segments(archive: Archive, base: Base, topic: FoldedTopic, seq: int) -> int | None:
+    """Return the time of a record that a base has in a segment, None if it is gone, or was lost."""
+    for info in topic.segments:
+        path = layout.segment_idx_path(layout.topic_dir("", topic.id), info.first_seq, info.version)
+        refs = [ref for ref in base.files if ref.path == path]
+        if refs and info.first_seq <= seq <= info.last_seq:
+            entry = read_columns(archive.file(refs[0]), seq - info.first_seq, 1)
+            return None if entry.flags[0] & LOCATION_LOST else entry.ts[0]
     return None
 
 

@@ -14,8 +14,8 @@ from topics.log import get_logger
 from topics.shm.control import Cell, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.ring import Wake
-from topics.storage.clock_file import write_clock
 from topics.storage.filesystem import FileSystem
+from topics.storage.notes import write_clock
 
 HEARTBEAT_MS: Final = 250
 ANSWER_POLL_MS: Final = 10
@@ -69,7 +69,7 @@ class Life:
 
 
 class ClockNote:
-    """The note of the time that the shards trust, for the next start (`storage/clock_file.py`).
+    """The note of the time that the shards trust, for the next start (`storage/notes.py`).
 
     `shards` are their control cells, which have the offset of that time from the monotonic clock.
     """

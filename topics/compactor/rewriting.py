@@ -67,7 +67,7 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     if old is None:
         # The old version goes, and with it what a restored index would show of it.
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
-        check_whole(_idx(directory, info), old, old.path, info.first_seq)
+        check_whole(_idx(directory, info), old, old.path, info.first_seq, marked=True)
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
     pieces = _live_pieces(offsets, lengths, flags)
     new_lengths = array("I", [0 if dead else length for dead, length in zip(deleted, lengths, strict=True)])

@@ -362,10 +362,12 @@ class Topic:
             self._apply(floors.evicted(front.lost_below_seq, front.lost_reason))
 
     def recount_marked(self) -> bool:
-        """Count again if segments have marks of deletions that the log lost with its end. Return whether they have."""
+        """Count again if segments have marks of deletions that the log lost with its end. Return whether they have, or
+        may have, since one of them cannot be read.
+        """
         live = record_index.exact_live_size(self.index, self.earliest_seq, self.head_seq)
         if live is None or live[0] >= self.records:
-            return False
+            return live is None
         self.recount()
         if self.queue is not None:
             done = list(seqs_of(self.queue.done.runs()))

@@ -103,7 +103,7 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     except CorruptSegment as suspect:
         # A deletion may be in progress: it marks the data first, and of a cold segment only the index.
         reader = SegmentReader(os.path.dirname(idx_path), segment.first_seq, idx, data, segment.version)
-        for defect in list(reader.damage(True)) or ([] if found.findings else [suspect]):
+        for defect in list(reader.damage(None)) or ([] if found.findings else [suspect]):
             in_index = defect.path in (idx_path, reader.idx_path)
             finding("index" if in_index else "data", idx_path if in_index else data_path, defect.offset, defect.reason)
         return found
@@ -113,8 +113,8 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     except CorruptPostings as defect:
         finding("tags", tags_path, defect.offset, defect.reason)
         return found
-    if (postings.first_seq, postings.records) != (segment.first_seq, records):
-        finding("tags", tags_path, 0, f"is of {postings.records} records from seq {postings.first_seq}")
+    if misplaced := postings.misplaced(os.path.dirname(tags_path), segment.first_seq, records):
+        finding("tags", tags_path, 0, misplaced)
     elif list(postings.items()) != _seqs_by_tag(records_in):
         finding("tags", tags_path, 0, "does not list the tags that the segment's records have")
     return found

@@ -1,13 +1,4 @@
-"""The objects of an archive, and the store that has them. docs/storage-format.md ("Archive") is this page for readers
-in other languages.
-
-    generations/<8 digits>             one unbroken history of a service; the newest counts
-    g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
-    g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
-    g<8 digits>.files/<name>           a file of a segment, byte for byte
-    g<8 digits>.removals/<12 digits>   names of objects that are about to go, while they do
-    loans/<8 digits>-<12 digits>-<id>  a restored service reads files of this base, which nobody may remove
-    loans/<8 digits>-…-<id>.over       that loan counts for nothing, whenever its put arrives
+"""The objects of an archive, and the store that has them. docs/storage-format.md ("Archive") lists them.
 
 Every object is created once and never written over. So two services that ship into one generation
 cannot both succeed: the second one finds the number of its piece taken.
@@ -63,15 +54,15 @@ class ArchiveStore(SegmentStore, Protocol):
         """Make the object durably. Return False, and leave it alone, if there is one already."""
 
 
-def open_archive(fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS) -> ArchiveStore:
+def open_archive(fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS, *, new: bool = True) -> ArchiveStore:
     """Return the store below `<place>/archive`; `place` is a directory, as such or by file://, or a bucket's URL.
-    `timeout_ms` bounds a request to a bucket.
+    `timeout_ms` bounds a request to a bucket, `LocalStore` explains `new`.
     """
     if place.startswith("file://"):
         place = unquote(urlsplit(place).path)
     if "://" in place:
         return BucketStore(f"{place.rstrip('/')}/archive", timeout_ms)
-    return LocalStore(fs, os.path.join(place, "archive"))
+    return LocalStore(fs, os.path.join(place, "archive"), new=new)
 
 
 class FileRef(msgspec.Struct, frozen=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Final, Protocol, TypeVar
+from typing import Annotated, Final, Protocol, TypeVar
 
 import msgspec
 
+from topics.core.clock import TrustedTime
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 
@@ -45,3 +46,26 @@ def read_note_file(fs: FileSystem, data_dir: str, name: str, kind: type[_Note], 
     except (msgspec.DecodeError, ValueError) as error:
         raise OSError(errno.EIO, f"is damaged ({error}): {way_out}", path) from error
     return note
+
+
+_Ms = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class _ClockNote(msgspec.Struct):
+    version: int
+    boot_id: str
+    wall_ms: _Ms
+    monotonic_ms: _Ms
+
+
+def write_clock(fs: FileSystem, data_dir: str, trusted: TrustedTime) -> None:
+    """Note the time that the service goes by, durably, so that the next start can tell a clock that was put forward
+    from passed time. Raise OSError; the former note is as it was then.
+    """
+    write_note_file(fs, data_dir, layout.CLOCK_NAME, msgspec.json.encode(_ClockNote(VERSION, *trusted)))
+
+
+def read_clock(fs: FileSystem, data_dir: str) -> TrustedTime | None:
+    """Return the time that was noted, None without a note. Raise OSError, also if it is damaged."""
+    note = read_note_file(fs, data_dir, layout.CLOCK_NAME, _ClockNote, "nothing can be compared with it")
+    return None if note is None else TrustedTime(note.boot_id, note.wall_ms, note.monotonic_ms)

@@ -5,6 +5,7 @@ with a tag and a frame, deleted or not. Version 1; docs/storage-format.md has th
 
     magic      = "topicTAG"
     records    = the number of records in the segment, from first_seq on
+    topic      = the low half of the XXH3-64 of the topic's id (u64); 0 in files of 0.1.0, which do not say it
     checksum   = XXH3-64 of the whole file but its own 8 bytes
     text       = the tags back to back, strictly ascending by their bytes; tag i is text[text_end[i-1]:text_end[i]]
     seq offset = seq - first_seq; those of tag i are [list_end[i-1]:list_end[i]], strictly ascending
@@ -12,6 +13,7 @@ with a tag and a frame, deleted or not. Version 1; docs/storage-format.md has th
 
 from __future__ import annotations
 
+import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
@@ -28,7 +30,7 @@ from topics.storage.segment import CommittedFile, Content, CorruptFile, CorruptS
 
 MAGIC: Final = b"topicTAG"
 VERSION: Final = 1
-HEADER: Final = Struct("<8sIIQIII4x")
+HEADER: Final = Struct("<8sIIQIIII")
 CHECKSUM: Final = Struct("<Q")
 BODY_AT: Final = HEADER.size + CHECKSUM.size
 _U32_LEN: Final = 4
@@ -50,10 +52,11 @@ def write_postings(
     """Make or replace the segment's `.tags` durably; `tagged` are (seq, tag) by ascending seq. Raise OSError; the file
     is there as a whole or not at all.
     """
-    replace_file(fs, layout.segment_tags_path(directory, first_seq, version), encode(first_seq, records, tagged))
+    content = encode(first_seq, records, tagged, _topic_word(directory))
+    replace_file(fs, layout.segment_tags_path(directory, first_seq, version), content)
 
 
-def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]) -> bytes:
+def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]], topic: int = 0) -> bytes:
     """Encode the whole file; `tagged` are (seq, tag) by ascending seq."""
     lists: dict[bytes, array[int]] = {}
     for seq, tag in tagged:
@@ -64,10 +67,15 @@ def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]) ->
     text = b"".join(tags)
     seq_lists = [lists[tag] for tag in tags]
     list_ends = array("I", accumulate(map(len, seq_lists)))
-    header = HEADER.pack(MAGIC, VERSION, records, first_seq, len(tags), sum(map(len, seq_lists)), len(text))
+    header = HEADER.pack(MAGIC, VERSION, records, first_seq, len(tags), sum(map(len, seq_lists)), len(text), topic)
     body = b"".join((array("I", accumulate(map(len, tags))), list_ends, *seq_lists, text))
     checksum = CHECKSUM.pack(xxh3_64_intdigest(header + body))
     return header + checksum + body
+
+
+def _topic_word(directory: str) -> int:
+    topic_id = layout.topic_id_of(os.path.basename(directory))
+    return 0 if topic_id is None else xxh3_64_intdigest(topic_id.to_bytes(8, "little")) & 0xFFFF_FFFF
 
 
 class Postings:
@@ -76,7 +84,9 @@ class Postings:
     def __init__(self, path: str, content: bytes) -> None:
         if len(content) < BODY_AT:
             raise CorruptPostings(path, len(content), f"the file ends inside its header of {BODY_AT} bytes")
-        magic, version, self.records, self.first_seq, tag_count, seq_count, text_len = HEADER.unpack_from(content)
+        magic, version, self.records, self.first_seq, tag_count, seq_count, text_len, self.topic = HEADER.unpack_from(
+            content
+        )
         if magic != MAGIC:
             raise CorruptPostings(path, 0, f"begins with {magic!r} instead of {MAGIC!r}")
         with memoryview(content) as view:
@@ -114,14 +124,17 @@ class Postings:
             postings = cls(path, file[:])
         except CorruptSegment as unread:
             raise CorruptPostings(path, unread.offset, unread.reason) from unread
-        if (postings.first_seq, postings.records) != (first_seq, records):
-            reason = (
-                f"is of {postings.records} records from seq {postings.first_seq}, not of {records} from {first_seq}"
-            )
+        if reason := postings.misplaced(directory, first_seq, records):
             raise CorruptPostings(path, 12, reason)
         if not in_memory:
             postings._content = file
         return postings
+
+    def misplaced(self, directory: str, first_seq: int, records: int) -> str | None:
+        """Return why this is the file of another segment than that of so many records, None if it is not."""
+        if (self.first_seq, self.records) != (first_seq, records):
+            return f"is of {self.records} records from seq {self.first_seq}, not of {records} from {first_seq}"
+        return "is of a segment of another topic" if self.topic not in (0, _topic_word(directory)) else None
 
     def find(self, match: Match) -> list[int]:
         """Return the seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""

@@ -42,6 +42,7 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate, compress
 from struct import Struct
 from typing import Final, NamedTuple, TypeAlias
@@ -275,8 +276,10 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
     return starts, end
 
 
-def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_seq: int) -> None:
-    """Check an index, and every live frame in `data`. Raise CorruptSegment, with `data_path` for a frame."""
+def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_seq: int, marked: bool = False) -> None:
+    """Check an index, and every live frame in `data`; if frames are `marked`, deleted ones, too. Raise CorruptSegment,
+    with `data_path` for a frame.
+    """
     count = len(idx) // ENTRY_LEN
     columns = read_columns(idx, 0, count)
     for number, defect in enumerate(map(entry_defect, columns.offsets, columns.lengths, columns.flags)):
@@ -289,8 +292,22 @@ def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_s
         base, most = starts[at], min(at + CHECKED_RECORDS, count)
         behind = max(at + 1, bisect_right(starts, base + CHECKED_BYTES, at, most + 1) - 1)
         places = [start - base for start in starts[at:behind]]
-        check_frames(data_path, data[base : starts[behind]], base, first_seq + at, columns.part(at, behind), places)
+        buffer, part = data[base : starts[behind]], columns.part(at, behind)
+        check_frames(data_path, buffer, base, first_seq + at, part, places)
+        if marked and (seq := _unmarked(buffer, first_seq + at, part, places)) is not None:
+            raise CorruptSegment(idx.path, (seq - first_seq) * ENTRY_LEN, f"seq {seq} is deleted here, its frame lives")
         at = behind
+
+
+def _unmarked(buffer: bytes, first_seq: int, columns: Columns, starts: list[int]) -> int | None:
+    """Return the first record that is deleted by its entry alone, though its frame is whole and so could be marked."""
+    for number, (flags, length) in enumerate(zip(columns.flags, columns.lengths, strict=True)):
+        if flags & LOCATION_DELETED and length and buffer[starts[number] + length - 1] != DELETED:
+            alive = columns.part(number, number + 1)._replace(flags=[flags & ~LOCATION_DELETED])
+            with suppress(CorruptSegment):
+                check_frames("", buffer, 0, first_seq + number, alive, starts[number : number + 1])
+                return first_seq + number
+    return None
 
 
 def entry_defect(offset: int, length: int, flags: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -91,17 +91,15 @@ class SegmentCheck:
         """
         self._report.segments += 1
         try:
-            idx = self._check_listed(topic_id, directory, info, bool(deleted))
+            idx = self._check_listed(topic_id, directory, info, deleted)
+            return 0 if idx is None else _live(idx, info.first_seq, earliest_seq, deleted)
         except FileNotFoundError as error:
             self._report.missing(FileKind.SEGMENT, error.filename)
         except OSError as error:
             self._report.unreadable(error, directory)
-        else:
-            if idx is not None:
-                return _live(idx, info.first_seq, earliest_seq, deleted)
         return 0
 
-    def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> bytes | None:
+    def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, deleted: Sequence[int]) -> bytes | None:
         """Check the segment and return its index, as far as it is committed; None if that is too short."""
         name = (info.first_seq, info.version)
         is_sealed = bool(info.flags & SEALED)
@@ -117,9 +115,13 @@ class SegmentCheck:
             reason = f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}"
             self._report.damaged(FileKind.SEGMENT, idx_path, reason)
         whole: SegmentReader | None = None
+        unmarked = None if info.flags & COLD else deleted
         reported: set[tuple[str, int]] = set()
-        for path, name_in_cold in self._data_places(topic_id, directory, info):
-            reader = self._data(directory, info, idx, path, name_in_cold, is_deleting, reported)
+        places = self._data_places(topic_id, directory, info)
+        for defect in () if places else bare.damage(None, has_data=False):
+            self._report.damaged(FileKind.SEGMENT, defect.path, defect.reason, defect.offset)
+        for path, name_in_cold in places:
+            reader = self._data(directory, info, idx, path, name_in_cold, unmarked, reported)
             whole = whole or reader
         if is_sealed:
             self._postings(directory, whole or bare, whole is not None and is_in_time, info.version)
@@ -151,7 +153,7 @@ class SegmentCheck:
         idx: bytes,
         path: str,
         name_in_cold: str | None,
-        is_deleting: bool,
+        unmarked: Container[int] | None,
         reported: set[tuple[str, int]],
     ) -> SegmentReader | None:
         """Check the data at one place; return the segment with them, None if they are damaged. `reported` has the
@@ -169,7 +171,7 @@ class SegmentCheck:
             return None
         reader = SegmentReader(directory, info.first_seq, idx, data, info.version)
         whole = True
-        for defect in reader.damage(is_deleting or bool(info.flags & COLD)):
+        for defect in reader.damage(unmarked):
             whole = False
             found = (path if defect.path == reader.data_path else defect.path, defect.offset)
             if found not in reported:
@@ -235,12 +237,11 @@ class SegmentCheck:
                 continue
             reader = SegmentReader(directory, name.first_seq, idx, data, name.version)
             self._report.segment_records += reader.records
-            whole = True
-            for defect in reader.damage(True):
-                whole = False
+            defects = list(reader.damage(None))
+            for defect in defects:
                 self._report.damaged(FileKind.SEGMENT, defect.path, defect.reason, defect.offset)
             if "tags" in parts:
-                self._postings(directory, reader, whole, name.version)
+                self._postings(directory, reader, not defects, name.version)
 
     def _postings(self, directory: str, segment: SegmentReader, segment_is_whole: bool, version: int) -> None:
         self._report.postings += 1
@@ -250,9 +251,7 @@ class SegmentCheck:
         except CorruptPostings as defect:
             self._report.damaged(FileKind.POSTINGS, path, defect.reason, defect.offset)
             return
-        if (postings.first_seq, postings.records) != (segment.first_seq, segment.records):
-            its = f"is of {postings.records} records from seq {postings.first_seq}"
-            reason = f"{its}, the segment has {segment.records} from {segment.first_seq}"
+        if reason := postings.misplaced(directory, segment.first_seq, segment.records):
             self._report.damaged(FileKind.POSTINGS, path, reason)
         elif segment_is_whole:
             expected: dict[bytes, list[int]] = {}

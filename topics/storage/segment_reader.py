@@ -5,7 +5,7 @@ take many records at a time (`segment.py`, which also has the format).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import compress
 from typing import Final, NamedTuple
 
@@ -123,9 +123,9 @@ class SegmentReader:
             start = at + HEADER_LEN + node_len
             yield seq, window[start : start + tag_len]
 
-    def damage(self, deletions_under_way: bool) -> Iterator[CorruptSegment]:
-        """Yield everything that is wrong with it: every entry and frame, and any other bytes. `deletions_under_way`
-        tells that the log has deletions of this topic that may not all be marked here yet.
+    def damage(self, unmarked: Container[int] | None, *, has_data: bool = True) -> Iterator[CorruptSegment]:
+        """Yield everything that is wrong with it: every entry and, if it `has_data`, every frame, and any other bytes.
+        `unmarked` are seqs that the log has deleted, which may not be marked here yet; None: frames have no marks.
         """
         if len(self._idx) % ENTRY_LEN:
             yield CorruptSegment(self.idx_path, self.records * ENTRY_LEN, "the file ends inside an entry")
@@ -145,6 +145,8 @@ class SegmentReader:
             if not length:
                 continue
             end = offset + length
+            if not has_data:
+                continue
             try:
                 frame = self._read(seq, offset, length, ts, flags)
             except CorruptSegment as defect:
@@ -153,12 +155,12 @@ class SegmentReader:
             (deleted_byte,) = self.data[end - 1 : end]
             if deleted_byte not in (0, DELETED):
                 yield CorruptSegment(self.data_path, end - 1, f"del is {deleted_byte:#x}, neither 0 nor {DELETED:#x}")
-            elif frame.deleted != bool(flags & LOCATION_DELETED) and not deletions_under_way:
+            elif frame.deleted != bool(flags & LOCATION_DELETED) and unmarked is not None and seq not in unmarked:
                 in_data, in_idx = ("deleted", "live") if frame.deleted else ("live", "deleted")
                 yield CorruptSegment(
                     self.data_path, end - 1, f"seq {seq} is {in_data} here and {in_idx} in the index, at {entry_at}"
                 )
-        if end != len(self.data):
+        if has_data and end != len(self.data):
             yield CorruptSegment(self.data_path, end, f"the last frame ends there, the file at {len(self.data)}")
 
     def _entry(self, seq: int) -> tuple[int, int, int, int]:

@@ -23,6 +23,7 @@ from topics.storage.layout import TMP_SUFFIX
 
 WHOLE_OBJECT_MS: Final = 300_000
 """Time-out of a request to a bucket that may carry a whole segment."""
+DRAFT_S: Final = 86_400
 
 
 class SegmentSource(Protocol):
@@ -77,7 +78,7 @@ class LocalStore:
     after a `put` the caller removes the file that the object was made of.
 
     `new` says that it has no objects yet, so the first `put` makes the folder. Once it was seen, or if it should have
-    some, a missing folder is an error: its disk may not be mounted, and a `put` would write to another disk.
+    some, a missing folder is an error: its disk may not be mounted. A `put` would write to another one.
     """
 
     def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None, *, new: bool = True) -> None:
@@ -98,12 +99,14 @@ class LocalStore:
         stands still while it makes an object holds up nobody.
         """
         path = self._path(name)
-        draft = f"{path}.{secrets.token_hex(8)}{TMP_SUFFIX}"
-        self._make_directory(os.path.dirname(path))
+        draft = self._path(f"drafts/{secrets.token_hex(8)}{TMP_SUFFIX}")
+        for made in (draft, path):
+            self._make_directory(os.path.dirname(made))
         try:
             with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
                 self._fs.fdatasync(fd)
+            self._remove_old_drafts(draft)
             self._fs.link(draft, path)  # of two that make the same object one is first
         except FileExistsError:
             return False
@@ -117,20 +120,34 @@ class LocalStore:
         fs = self._fs
         if self._new:
             make_dirs(fs, self._root)
-        elif not fs.exists(self._root):
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "is missing, and objects were put there: mount its disk or restore it; only if they are lost for good,"
-                " create this folder again and restart the service",
-                self._root,
-            )
-        self._new = False
+        self._is_there()
         if not fs.exists(directory):
             with suppress(FileExistsError):  # a killed `put` made it
                 fs.mkdir(directory)
             fs.fsync_dir(self._root)
         if self._apart_from is not None and os.path.samefile(self._root, self._apart_from):
             raise OSError(errno.EINVAL, f"is {self._apart_from} by another name", self._root)
+
+    def _is_there(self) -> bool:
+        """Return whether the folder is there. Raise FileNotFoundError if it should be."""
+        is_there = self._fs.exists(self._root)
+        if not is_there and not self._new:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "is missing, and objects were put there: mount its disk or restore it; only if they are lost for good,"
+                " create this folder again and restart the service",
+                self._root,
+            )
+        self._new &= not is_there
+        return is_there
+
+    def _remove_old_drafts(self, draft: str) -> None:
+        """Remove what a `create` that was killed a day ago has left; one that only stood still fails then."""
+        directory, made_s = os.path.dirname(draft), os.stat(draft).st_mtime
+        for name in os.listdir(directory):
+            with suppress(OSError):
+                if made_s - os.stat(path := os.path.join(directory, name)).st_mtime > DRAFT_S:
+                    self._fs.unlink(path)
 
     def _write(self, fd: int, pieces: Iterable[Bytes]) -> None:
         offset = 0
@@ -171,11 +188,14 @@ class LocalStore:
     def list(self, prefix: str) -> list[str]:
         fs = self._fs
         topic_prefix, slash, _ = prefix.partition("/")
+<<<<<<< HEAD
         try:
             topics = fs.listdir(self._root)
         except FileNotFoundError:
+=======
+        if not self._is_there():
+>>>>>>> lane-storage
             return []
-        self._new = False
         found = []
         for topic in topics:
             if topic != topic_prefix if slash else not topic.startswith(topic_prefix):
@@ -185,7 +205,7 @@ class LocalStore:
         return sorted(name for name in found if name.startswith(prefix))
 
     def exists(self, name: str) -> bool:
-        return self._fs.exists(self._path(name))
+        return self._is_there() and self._fs.exists(self._path(name))
 
     def len(self, name: str) -> int:
         with opened(self._fs, self._path(name), os.O_RDONLY) as fd:

@@ -21,6 +21,7 @@ from topics.storage.snapshot import present_log_ids
 
 NAME: Final = "service-id"
 RESTORED_NAME: Final = "restored.json"
+ARCHIVE_NAME: Final = "archive.json"
 _ID: Final = re.compile(rb"[0-9a-f]{16}")
 
 
@@ -72,6 +73,23 @@ def epoch_mask(fs: FileSystem, data_dir: str) -> int:
     """
     note = read_note_file(fs, data_dir, RESTORED_NAME, _RestoredNote, "restore the directory again")
     return 0 if note is None else int(note.epoch_mask, 16)
+
+
+class _ArchiveNote(msgspec.Struct):
+    place: str
+    version: int = VERSION
+
+
+def archive_place(fs: FileSystem, data_dir: str) -> str | None:
+    """Return where the service has shipped an archive, None if nowhere. Raise OSError, also for a damaged file."""
+    note = read_note_file(fs, data_dir, ARCHIVE_NAME, _ArchiveNote, "remove it if the archive is there")
+    return None if note is None else note.place
+
+
+def keep_archive_place(fs: FileSystem, data_dir: str, place: str) -> None:
+    """Note where the service ships its archive, durably. Raise OSError."""
+    if archive_place(fs, data_dir) != place:
+        write_note_file(fs, data_dir, ARCHIVE_NAME, msgspec.json.encode(_ArchiveNote(place)))
 
 
 def describe(service_id: str, data_dir: str) -> str:

@@ -32,10 +32,6 @@ class _Mark(msgspec.Struct):
     version: int
 
 
-def mark_path(data_dir: str) -> str:
-    return note_path(data_dir, layout.FORMAT_NAME)
-
-
 def write_mark(fs: FileSystem, data_dir: str) -> None:
     """Make the mark of this release durably. Raise OSError."""
     write_note_file(fs, data_dir, layout.FORMAT_NAME, msgspec.json.encode(_Mark(VERSION)))
@@ -45,7 +41,7 @@ def has_mark(fs: FileSystem, data_dir: str) -> bool:
     """True if this release may use the data as they are; False if they have no mark yet. Raise RefusedLog if this
     release must never use them, OSError.
     """
-    path = mark_path(data_dir)
+    path = note_path(data_dir, layout.FORMAT_NAME)
     if not fs.exists(path):
         return False
     try:

@@ -33,7 +33,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
-from topics.storage.service_id import epoch_mask, known_id
+from topics.storage.service_id import archive_place, epoch_mask, known_id
 from topics.storage.snapshot import (
     HEADER_LEN,
     BadSnapshot,
@@ -177,6 +177,7 @@ class _Check:
         """Check the log of one shard; return the number of shards it was written under."""
         first = read_first_start(self._fs, group.path)
         if first is None:
+            list(Recovery(self._fs, group.path, WalIdentity(group.shard, 1, boot_id()), start="lowest"))  # raises
             return 0
         part = next((part for part in self._parts or () if part.log_id == first.log_id), None)
         # The snapshot before the newest one goes on in files that the newest one covers.
@@ -244,7 +245,7 @@ class _Check:
                 self._report.note(f"{self._data_dir}: {problem}")
         except RefusedLog as refused:
             self._report.damaged(FileKind.FORMAT, refused.path, str(refused))
-        for read in (known_id, epoch_mask, read_note):
+        for read in (known_id, epoch_mask, archive_place, read_note):
             try:
                 read(self._fs, self._data_dir)
             except OSError as error:

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from topics.archive.ownership import following_problem, shipping_problem
+from topics.archive.ownership import following_problem, require_there, shipping_problem
 from topics.setting_values import MIB
 from topics.settings import Settings
 from topics.shm.instance import SharedMemory
@@ -218,7 +218,9 @@ def _archive_finding(url: str, data_dir: str) -> CheckFinding:
         try:
             note = read_note(fs, data_dir)
             own = note.promoted_id if note is not None and note.leads else service_id.known_id(fs, data_dir)
-            problem = shipping_problem(Archive(open_archive(fs, url, BUCKET_TIMEOUT_MS)), own)
+            archive = Archive(open_archive(fs, url, BUCKET_TIMEOUT_MS))
+            require_there(archive, archive.generations(), fs, data_dir)
+            problem = shipping_problem(archive, own)
         except (OSError, EOFError, ArchiveDamagedError) as error:
             problem = f"it cannot be told whose it is: {error}"
     return CheckFinding(f"archive {url}", problem)

@@ -18,10 +18,10 @@ from topics.shm import shm_names
 from topics.shm.control import EXIT_AGAIN, ControlPage, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
-from topics.storage.clock_file import read_clock
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable, is_running
 from topics.storage.logfile import WalPosition, note_committed
+from topics.storage.notes import read_clock
 from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortage, strangers_memory
 from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, listen_for, port_of, share, show, write_port_file
@@ -192,7 +192,7 @@ def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
     """Return wall minus monotonic time as the previous service trusted it; None: trust the clock."""
     try:
         last = read_clock(OsFileSystem(), settings.data_dir)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         _logger.warning("meta/clock.json cannot be read, so the wall clock is trusted", reason=str(error))
         return None
     offset_ms = offset_at_start(last, boot_id(), clock)

@@ -1,7 +1,7 @@
 """`/v0/archive/tail`: the committed bytes of the logs, for services that follow this one and know its archive.
 
 A follower asks again and again, with the ends of its logs. What it gets is a piece of the archive that may not be there
-yet (`storage/archive_tail.py`).
+yet (`storage/origin.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from topics.frontend.routes.operations import ApiRequest
 from topics.shm.control import ControlPage
 from topics.shm.durations import Route
 from topics.storage.archive_objects import LogEnd
-from topics.storage.archive_tail import TAIL_BYTES, read_tail
-from topics.storage.origin import Origin, OriginGoneError
+from topics.storage.origin import TAIL_BYTES, Origin, OriginGoneError, read_tail
 
 WAIT_MS_MAX: Final = 1000
 POLL_S: Final = 0.005
