@@ -36,12 +36,8 @@ from topics.storage.logfile import note_committed
 from topics.storage.verify import verify
 from topics.walshard.commit import commits
 from topics.walshard.commit.commits import Commits
-<<<<<<< HEAD
-from topics.walshard.commit.draft import LogWrite
-from topics.walshard.routers import copier
-=======
 from topics.walshard.commit.draft import LogWrite, deletion_write
->>>>>>> lane-storage
+from topics.walshard.routers import copier
 
 NAMES = ("a", "b", "c")
 

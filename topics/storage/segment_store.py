@@ -188,16 +188,10 @@ class LocalStore:
     def list(self, prefix: str) -> list[str]:
         fs = self._fs
         topic_prefix, slash, _ = prefix.partition("/")
-<<<<<<< HEAD
-        try:
-            topics = fs.listdir(self._root)
-        except FileNotFoundError:
-=======
         if not self._is_there():
->>>>>>> lane-storage
             return []
         found = []
-        for topic in topics:
+        for topic in fs.listdir(self._root):
             if topic != topic_prefix if slash else not topic.startswith(topic_prefix):
                 continue
             with suppress(FileNotFoundError, NotADirectoryError):
