@@ -181,6 +181,7 @@ class Noted(OsFileSystem):
     """Real files; it notes what matters for the order of things."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.done: list[tuple[str, str]] = []
 
     def fsync_dir(self, path: str) -> None:
@@ -371,3 +372,23 @@ def test_files_of_stages_that_were_never_finished_go_once_they_are_old(tmp_path:
     assert sorted(directory.iterdir()) == sorted([directory / stage_name(stage), new])
     os.utime(directory / stage_name(stage), ns=(0, 0))
     assert stages.expired() == [stage]
+
+
+def test_a_stage_is_the_batchs_that_claims_it_and_that_is_on_the_disk(tmp_path: Path) -> None:
+    files = Noted()
+    stages = Stages(str(tmp_path), STAGE_TTL_MS, files)
+    first, second = (stages.make("orders", "txn", lay_out([(b"", b"", b"1", b"")])) for _ in range(2))
+    files.done.clear()
+    claimed = stages.claim(stages.heads([first, second], "s", 7), "s", 7)
+    assert files.done == [("synced", stages_dir(str(tmp_path)))]
+    assert stages.claim(stages.heads([first, second], "s", 7), "s", 7) == claimed, "its frontend was killed: again"
+    assert [head.topic for head in stages.heads([first, second], "s", 7).values()] == ["orders", "orders"]
+    for sink, batch in (("s", 8), ("t", 7)):
+        with pytest.raises(TopicsError, match="another batch's"):
+            stages.heads([first], sink, batch)
+        (other,) = stages.claim([first], sink, batch)
+        assert not is_there(tmp_path, other), "so the shard refuses the batch"
+    with pytest.raises(TopicsError, match="there is no stage"):
+        stages.heads(claimed, "s", 7)
+    assert sorted(stages.of_txn("orders", "txn")) == sorted(claimed)
+    assert stages.drop(claimed) == 2
