@@ -39,8 +39,7 @@ T = TypeVar("T")
 CLOSE_MAX_S: Final = 60.0
 STEP_RECORDS: Final = 256
 """Records after which `AsyncProducer.send` lets the event loop do other work."""
-KNOWN_FOR_S: Final = 6 * 24 * 3600
-"""A service forgets a producer a day later: for so long after an answer it has to know it."""
+KNOWN_FOR_S: Final = 6 * 24 * 3600  # after an answer the service has to know the producer: it forgets it a day later
 _EPOCH_RANDOM_BITS: Final = 20
 
 

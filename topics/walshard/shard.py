@@ -121,8 +121,7 @@ class Shard:
                 # An answered request need not stay in the journal.
                 self._finish_group()
                 reply_bytes = 0
-                if self._time.has_taken(TURN_MS):
-                    self._rings.turn_is_over = True
+                self._rings.turn_is_over = self._time.has_taken(TURN_MS)
         self._cell.set("queue_depth", requests)
         if requests:
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))

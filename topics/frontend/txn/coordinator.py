@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final
 
 from topics.core.errors import TopicsError
@@ -40,18 +41,20 @@ EXPIRY_MARGIN_MS: Final = 60_000
 
 
 class Stages:
-    """The files of all stages of the service. A stage expires `ttl_ms` after it was made."""
+    """The files of all stages of the service. One expires `ttl_ms` after it was made. They may take `room_bytes`."""
 
-    def __init__(self, data_dir: str, ttl_ms: int, fs: FileSystem | None = None) -> None:
+    def __init__(self, data_dir: str, ttl_ms: int, room_bytes: Callable[[], int], fs: FileSystem | None = None) -> None:
         self._directory = layout.stages_dir(data_dir)
         self._sinks = layout.sinks_dir(data_dir)
         self._fs = fs or OsFileSystem()
-        self.ttl_ms = ttl_ms
+        self.ttl_ms, self._room_bytes = ttl_ms, room_bytes
 
     def make(self, topic: str, txn: str, records: LaidOut) -> str:
         """Write a new stage and return its id once it is on the disk. Raise TopicsError."""
         stage = txn_files.new_stage_id(topic, txn)
         try:
+            if self._room_bytes() < len(records.buffer):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             make_dirs(self._fs, self._directory)
             replace_file(self._fs, self._path(stage), txn_files.encode_stage(topic, records))
         except OSError as error:
@@ -127,8 +130,7 @@ class Stages:
             except (OSError, txn_files.TxnFileDamagedError) as error:
                 reason = f"{self._path(now)} cannot be used: {error}"
                 raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
-        what = "it was dropped, has expired, or is another batch's"
-        raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: {what}")
+        raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: dropped, expired, or another batch's")
 
     def _age_ms(self, name: str) -> float:
         """Return the age of a file; infinite if it does not exist."""

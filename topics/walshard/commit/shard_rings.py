@@ -37,8 +37,7 @@ class ShardRings:
         self._read = [pair.requests.consumed for pair in self._rings]
         self._first = 0
         """The ring with which the next group begins."""
-        self.turn_is_over = False
-        """True to have `requests` yield no more this time, as what is served takes long."""
+        self.turn_is_over = False  # True to have `requests` yield no more this time: what is served takes long
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
         self._group: list[JournalEntry] = []
