@@ -412,7 +412,7 @@ class Leader:
 
 
 def _stages(rig: Rig) -> Stages:
-    return Stages(rig.settings.data_dir, rig.settings.stage_ttl_ms)
+    return Stages(rig.settings.data_dir, rig.settings.stage_ttl_ms, lambda: 1 << 40)
 
 
 def _publish(

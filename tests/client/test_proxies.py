@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from tests.archive.test_following import following, follows, leading, promoted
 from tests.harness import Service, poll
 from topics.client import Client, Record, Retry, ServiceBusyError, UnreachableError, calls
 
@@ -21,12 +24,16 @@ class Proxy:
     """Passes bytes on to the service, as nginx and Caddy do, and says 502 while there is none."""
 
     def __init__(self, service: Service) -> None:
-        self._place = ("127.0.0.1", int(service.url.rpartition(":")[2]))
+        self.lead_to(service)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.refused = 0
         """Requests that were answered 502."""
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def lead_to(self, service: Service) -> None:
+        """Have new connections go to this one, as to a virtual address that moves."""
+        self._place = ("127.0.0.1", int(service.url.rpartition(":")[2]))
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -129,3 +136,26 @@ def test_an_address_that_nobody_has_is_not_the_last_one_however_little_time_ther
         assert client.append(topic, [1]).first_seq == 1
     with Client(nobody, retry=Retry(total_s=0.0)) as client, pytest.raises(UnreachableError):
         client.append(topic, [1])
+
+
+@pytest.mark.long
+def test_an_address_that_moves_to_a_follower_before_that_leads_ends_no_producer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "topics.client")
+    with leading(tmp_path) as leader, Service(env=following(tmp_path)) as follower:
+        proxy = Proxy(leader)
+        with Client(proxy.url) as client, client.producer("t") as producer:
+            assert client.append("u", [1]).first_seq == 1
+            assert producer.send(1).result(60) == 1
+            follows(follower, leader, "t", "u")
+            leader.kill_group()
+            proxy.lead_to(follower)
+            sent = producer.send(2)
+            with ThreadPoolExecutor(1) as pool:
+                appending = pool.submit(client.append, "u", [2])
+                poll("refusals", lambda: sum(line.endswith('503"') for line in caplog.messages) >= 6, 60.0)
+                promoted(follower)
+                assert appending.result(60).first_seq > 1
+            assert sent.result(60) > 1
+        proxy.close()

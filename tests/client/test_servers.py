@@ -15,13 +15,13 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from tests.archive.test_archiver import archiver
-from tests.archive.test_following import following, leading, promoted
+from tests.archive.test_following import following, follows, leading, promoted
 from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
 from topics.api.answers import TombstoneAnswer
 from topics.client import AsyncClient, Client, ClientError, Retry
-from topics.client.errors import ApiError, UnreachableError
+from topics.client.errors import ApiError, ConflictError, UnreachableError
 from topics.client.http import ServiceAddress
 from topics.client.links import Link, LinkPool
 from topics.client.servers import Server, Servers, make_servers, split_urls
@@ -122,6 +122,36 @@ def test_a_client_goes_on_at_the_new_leader(tmp_path: Path) -> None:
             assert _seq_of(next(follow)) == written.first_seq
             assert producer.send("after").result() > 1
             follow.close()
+
+
+@pytest.mark.long
+def test_producers_hear_of_acknowledged_writes_that_a_takeover_lost(tmp_path: Path) -> None:
+    with _pair(tmp_path / "archive") as (leader, follower):
+        with (
+            Client([follower.url, leader.url]) as client,
+            client.producer("orders", "known") as known,
+            client.producer("orders", "idle") as idle,
+            client.producer("orders", "unknown") as unknown,
+            client.producer("new") as of_lost_topic,
+        ):
+            assert [one.send("kept").result(60) for one in (known, idle)] == [1, 2]
+            follows(follower, leader, "orders")
+            os.kill(leader.pid_of("archiver"), signal.SIGSTOP)
+            for one in (known, unknown, of_lost_topic):
+                one.send("lost").result(60)
+            leader.kill_group()
+            promoted(follower)
+            assert idle.send("after").result(60) > 2
+            for one, n in ((known, 1), (unknown, 0), (of_lost_topic, 0)):
+                with pytest.raises(ConflictError) as told:
+                    one.send("after").result(60)
+                assert (told.value.code, told.value.detail["n"]) == ("out_of_order", n)
+                with pytest.raises(ConflictError):
+                    one.close()
+            with client.producer("orders", "unknown") as again:
+                assert again.last() is None
+                assert again.send("again").result(60) > 2
+        assert "new" not in {topic.topic for topic in Client(follower.url).list_topics()}
 
 
 def _data(client: Client, topic: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,23 @@ def test_a_batch_again_is_a_duplicate_and_appends_nothing(client: httpx.Client, 
     assert (earlier["duplicate"], earlier["last_batch"]) == (True, 4)
     assert data(client, topic) == [1]
     assert commit(client, topic, 9, other)["duplicate"] is False, "the stage was not used up by being refused"
+
+
+def test_of_two_sinks_that_commit_one_stage_at_once_one_has_it(client: httpx.Client, topic: str) -> None:
+    rounds = 40
+
+    def commits(sink: str, batch: int, shared: str) -> int:
+        body = {"batch": batch, "stages": [stage(client, f"{topic}-{sink}", batch), shared]}
+        return client.post(f"/v0/txn/{topic}-{sink}/commit", json=body).status_code
+
+    with ThreadPoolExecutor(2) as pool:
+        for batch in range(rounds):
+            shared = stage(client, topic, batch)
+            asked = [pool.submit(commits, sink, batch, shared) for sink in "ab"]
+            assert sorted(one.result() for one in asked) == [200, 404]
+    assert data(client, topic) == [*range(rounds)]
+    last = [ok(client.get(f"/v0/txn/{topic}-{sink}"))["last_batch"] for sink in "ab"]
+    assert max(one for one in last if one is not None) == rounds - 1
 
 
 def test_an_empty_batch_is_a_batch(client: httpx.Client, topic: str) -> None:

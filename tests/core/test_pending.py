@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ def outcome(pending: PendingTopic, key: bytes, count: int, if_head_seq: int | No
     """Return the write, or what its client is told instead."""
     frames = frames_of(count)
     try:
-        known = pending.admit(key, frames, if_head_seq, False, NOW.wall_ms)
+        known = pending.admit(key, frames, if_head_seq, False, NOW.wall_ms, False)
     except TopicsError as error:
         return error.code, error.message
     return pending.write(key, frames, []) if known is None else known
@@ -105,12 +106,12 @@ def test_records_that_have_expired_have_to_go_before_a_cap_evicts_them() -> None
     with pytest.raises(RoomNeeded):
         outcome(PendingTopic(topic, NOW), b"", 1, None)
     pending = PendingTopic(topic, NOW)
-    assert pending.admit(b"", frames_of(1), None, False, expiry_ms=0) is None, "the log cannot take it: they stay"
+    assert pending.admit(b"", frames_of(1), None, False, 0, False) is None, "the log cannot take it: they stay"
 
 
 def test_jobs_are_for_queues() -> None:
     with pytest.raises(TopicsError, match="log"):
-        PendingTopic(topic_of(), NOW).admit(b"", frames_of(1), None, True, NOW.wall_ms)
+        PendingTopic(topic_of(), NOW).admit(b"", frames_of(1), None, True, NOW.wall_ms, False)
 
 
 def test_a_delay_counts_from_now_and_not_from_a_commit_time_ahead_of_it() -> None:
@@ -156,12 +157,16 @@ def test_a_stage_that_is_gone_is_found_only_if_it_was_published() -> None:
     topic, key = topic_of(cap_records=1, discard="reject"), stage_key("s", 1, "x")
     logged(outcome(PendingTopic(topic, NOW), b"", 1, None))
     with pytest.raises(TopicsError, match="holds 1 of at most 1"):
-        PendingTopic(topic, NOW).admit(b"", frames_of(1), None, False, 0)
+        PendingTopic(topic, NOW).admit(b"", frames_of(1), None, False, 0, False)
     with pytest.raises(TopicsError, match="gone"):
-        PendingTopic(topic, NOW).admit(key, frames_of(0), None, False, 0)
+        PendingTopic(topic, NOW).admit(key, frames_of(0), None, False, 0, False)
     published = outcome(PendingTopic(topic, NOW), key, 2, if_head_seq=77)  # it was decided when it was staged
     logged(published)
-    assert PendingTopic(topic, NOW).admit(key, frames_of(0), None, False, 0) == said(published) == (2, 2, NOW.wall_ms)
+    assert (
+        PendingTopic(topic, NOW).admit(key, frames_of(0), None, False, 0, False)
+        == said(published)
+        == (2, 2, NOW.wall_ms)
+    )
 
 
 def test_removals_of_a_group_know_each_other() -> None:
@@ -180,3 +185,46 @@ def test_removals_of_a_group_know_each_other() -> None:
     apply_second()
     assert topic.queue is not None
     assert (topic.records, topic.earliest_seq, topic.revision, topic.queue.dead_lettered) == (2, 4, second.revision, 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        ({}, "out_of_order"),  # another service has led, and this one has never had the topic
+        ({"restored_seq": 9, "lost_tail_seq": 9}, "out_of_order"),
+        ({"lost_tail_seq": 9}, None),
+        ({"restored_seq": 5, "lost_tail_seq": 9}, None),
+        ({"recreated": True}, None),
+        ({"had_ram_records": True}, None),
+    ],
+)
+def test_a_producer_that_has_begun_and_is_unknown_is_told_after_a_takeover(
+    state: dict[str, Any], code: str | None
+) -> None:
+    """After a power loss it goes on, as all do, and so does one whose topic somebody has deleted."""
+    topic = topic_of()
+    for name, value in state.items():
+        setattr(topic, name, value)
+    key = producer_key(b"p", ProducerTurn(1, 7))
+    arguments = key, frames_of(1), None, False, NOW.wall_ms
+    assert PendingTopic(topic, NOW).admit(*arguments, False) is None, "it may begin with any number"
+    if code is None:
+        assert PendingTopic(topic, NOW).admit(*arguments, True) is None
+        return
+    with pytest.raises(TopicsError) as refused:
+        PendingTopic(topic, NOW).admit(*arguments, True)
+    assert (refused.value.code, refused.value.detail) == (code, {"producer": "p", "epoch": 1, "n": 0})
+
+
+def test_a_producer_whose_last_writes_a_takeover_lost_is_told_and_after_a_power_loss_goes_on() -> None:
+    for restored_seq, goes_on in ((9, False), (0, True), (2, True)):
+        topic = topic_of()
+        for n in (1, 2, 3):
+            pending = PendingTopic(topic, NOW)
+            logged(outcome(pending, producer_key(b"p", ProducerTurn(1, n)), 1, None))
+        topic.lost_tail_seq, topic.restored_seq = 9, restored_seq
+        found = outcome(PendingTopic(topic, NOW), producer_key(b"p", ProducerTurn(1, 7)), 1, None)
+        assert isinstance(found, PendingWrite) == goes_on, restored_seq
+        assert isinstance(
+            outcome(PendingTopic(topic, NOW), producer_key(b"p", ProducerTurn(1, 4)), 1, None), PendingWrite
+        )

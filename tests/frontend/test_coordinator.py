@@ -48,6 +48,11 @@ STAGE_TTL_MS = 60_000
 PUBLISHED = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
 OVER = TopicsError("fenced", "batch 7 is not being published", {"batch": 7})
 
+
+def room() -> int:
+    return 1 << 40
+
+
 CallT = TypeVar("CallT", TxnBegin, TxnEnd, TxnGet, TxnPending, StagePublish, StagesOver)
 
 
@@ -115,7 +120,7 @@ def on_loop(
         cell = shards.shared.control.cell(Role.FRONTEND, 0)
         gateway = Gateway(shards.shared, 0, 1, shards.arenas, cell, shard_wait_ms, 1000, lambda: 0)
         gateway.start()
-        commits = TxnCoordinator(gateway, Stages(str(data_dir), STAGE_TTL_MS))
+        commits = TxnCoordinator(gateway, Stages(str(data_dir), STAGE_TTL_MS, room))
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await test(commits)
@@ -181,6 +186,7 @@ class Noted(OsFileSystem):
     """Real files; it notes what matters for the order of things."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.done: list[tuple[str, str]] = []
 
     def fsync_dir(self, path: str) -> None:
@@ -360,7 +366,7 @@ def test_what_cannot_be_published_is_tried_ever_less_often_and_said_once(
 
 def test_files_of_stages_that_were_never_finished_go_once_they_are_old(tmp_path: Path) -> None:
     """Their frontend was killed while it wrote them: nobody else knows their names."""
-    stages = Stages(str(tmp_path), STAGE_TTL_MS)
+    stages = Stages(str(tmp_path), STAGE_TTL_MS, room)
     stage = stages.make("orders", "txn", lay_out([(b"", b"", b"1", b"")]))
     directory = Path(stages_dir(str(tmp_path)))
     old, new = (directory / f"{stage_name(stage[:-1] + digit)}.tmp" for digit in "xy")
@@ -371,3 +377,32 @@ def test_files_of_stages_that_were_never_finished_go_once_they_are_old(tmp_path:
     assert sorted(directory.iterdir()) == sorted([directory / stage_name(stage), new])
     os.utime(directory / stage_name(stage), ns=(0, 0))
     assert stages.expired() == [stage]
+
+
+def test_a_stage_is_the_batchs_that_claims_it_and_that_is_on_the_disk(tmp_path: Path) -> None:
+    files = Noted()
+    stages = Stages(str(tmp_path), STAGE_TTL_MS, room, files)
+    first, second = (stages.make("orders", "txn", lay_out([(b"", b"", b"1", b"")])) for _ in range(2))
+    files.done.clear()
+    claimed = stages.claim(stages.heads([first, second], "s", 7), "s", 7)
+    assert files.done == [("synced", stages_dir(str(tmp_path)))]
+    assert stages.claim(stages.heads([first, second], "s", 7), "s", 7) == claimed, "its frontend was killed: again"
+    assert [head.topic for head in stages.heads([first, second], "s", 7).values()] == ["orders", "orders"]
+    for sink, batch in (("s", 8), ("t", 7)):
+        with pytest.raises(TopicsError, match="another batch's"):
+            stages.heads([first], sink, batch)
+        (other,) = stages.claim([first], sink, batch)
+        assert not is_there(tmp_path, other), "so the shard refuses the batch"
+    with pytest.raises(TopicsError, match="there is no stage"):
+        stages.heads(claimed, "s", 7)
+    assert sorted(stages.of_txn("orders", "txn")) == sorted(claimed)
+    assert stages.drop(claimed) == 2
+
+
+def test_a_stage_leaves_the_room_that_is_kept_for_deletes_and_checkpoints(tmp_path: Path) -> None:
+    records = lay_out([(b"", b"", b"1", b"")])
+    with pytest.raises(TopicsError, match="cannot be written: No space left") as full:
+        Stages(str(tmp_path), STAGE_TTL_MS, lambda: len(records.buffer) - 1).make("orders", "txn", records)
+    assert full.value.code == "storage_unavailable"
+    assert not list(tmp_path.rglob("*.stage"))
+    assert Stages(str(tmp_path), STAGE_TTL_MS, lambda: len(records.buffer)).make("orders", "txn", records)

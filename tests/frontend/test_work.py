@@ -12,6 +12,7 @@ import pytest
 
 from tests.frontend.live import DEADLINE_S, Live, Wire, on_loop, until
 from tests.frontend.test_watch import cram, posts
+from tests.kept import items_kept
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
 from topics.frontend.entry.access import Access, KeyLimits
@@ -262,10 +263,13 @@ def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> No
     async def test(live: Live) -> None:
         live.gateway.shard_wait_s = 0.001
         await deadly(live)
+        listeners = live.gateway.job_listeners
+        before = items_kept(listeners)
         worker, asked = await begun(live)
+        assert items_kept(listeners) > before
         worker.wire.vanish()
         await asked
-        await until(lambda: not live.gateway.job_listeners.by_number)
+        await until(lambda: items_kept(listeners) == before)
 
     on_loop(tmp_path, test)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Iterator
 from itertools import pairwise
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import FaultyFileSystem
+from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig, TestClock
 from topics.core.config import TopicConfig
 from topics.shm import messages, shm_names
 from topics.shm.instance import SharedMemory
-from topics.shm.topic_messages import DeleteTopic, PutTopic
+from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic
 from topics.walshard.commit import shard_rings as module
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.shard import TURN_MS
@@ -46,7 +47,7 @@ class Rings:
         for peer, _message, position in self.outbox.requests():
             taken.append((peer, position))
             if ends_turn:
-                self.outbox.end_turn()
+                self.outbox.turn_is_over = True
         for peer, position in taken:
             self.outbox.answer(peer, None, position)
         self.outbox.flush()
@@ -110,12 +111,15 @@ class SlowDisk(FaultyFileSystem):
 
 
 def test_requests_that_are_synced_one_by_one_end_a_turn_in_time(tmp_path: Path) -> None:
-    """So that the shard has a heartbeat, and others their turn, however many topics are made at once."""
+    """So that the shard has a heartbeat, and others their turn, however many topics are deleted at once."""
     disk = SlowDisk()
     rig = Rig(str(tmp_path), disk)
-    disk.clock = rig.clock
     for number in range(40):
-        rig.post_call(PutTopic(f"t{number}", TopicConfig(), False))
+        rig.call(PutTopic(f"t{number}", TopicConfig(), False))
+    disk.clock = rig.clock
+    rig.replies.clear()
+    for number in range(40):
+        rig.post_call(DeleteTopic(f"t{number}", False))
     answered = [0]
     while len(rig.replies) < 40:
         began_ms = rig.clock.ms
@@ -124,6 +128,42 @@ def test_requests_that_are_synced_one_by_one_end_a_turn_in_time(tmp_path: Path) 
         rig.take_replies()
         answered.append(len(rig.replies))
     assert all(more > fewer for fewer, more in pairwise(answered)), "each turn has done something"
+    rig.close()
+
+
+def test_topics_that_are_made_at_once_are_synced_at_once(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    rig = Rig(str(tmp_path), disk)
+    rig.call(PutTopic("known", TopicConfig(), False))
+    disk.clock, began_ms = rig.clock, rig.clock.ms
+    made = [rig.post_call(PutTopic(f"t{number}", TopicConfig(), False)) for number in range(500)]
+    ensured = rig.post_call(EnsureTopic("e"))
+    written = rig.post_append("t7", [b"1"])
+    again = rig.post_call(PutTopic("t7", TopicConfig(), False))
+    changed = rig.post_call(PutTopic("t8", TopicConfig(cap_records=5), False))
+    rig.run()
+    assert rig.clock.ms - began_ms <= 10 * disk.sync_ms
+    assert [rig.replies[one].created for one in (*made, ensured)] == [True] * 501
+    assert (rig.replies[written].first_seq, rig.replies[written].created) == (1, False)
+    assert (rig.replies[again].created, rig.replies[changed].created) == (False, False)
+    assert rig.hosted("t8").topic.config.cap_records == 5
+    rig.restart_service()
+    assert all(rig.exists(f"t{number}") for number in range(500))
+    assert rig.hosted("t8").topic.config.cap_records == 5
+    rig.close()
+
+
+def test_a_topic_that_the_log_refuses_to_make_is_no_ones(tmp_path: Path) -> None:
+    disk = FaultyFileSystem()
+    rig = Rig(str(tmp_path), disk)
+    rig.append("known", b"0")
+    disk.arm(Fault(1, errno.ENOSPC, calls=frozenset({"pwritev"})))
+    first, second = (rig.post_call(PutTopic("t", TopicConfig(cap_records=n), False)) for n in (1, 2))
+    written = rig.post_append("u", [b"1"])
+    rig.run()
+    assert rig.replies[first].code == "storage_unavailable"
+    assert (rig.replies[second].created, rig.hosted("t").topic.config.cap_records) == (True, 2)
+    assert rig.replies[written].created
     rig.close()
 
 

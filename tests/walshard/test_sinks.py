@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def stages_of(rig: Rig) -> Stages:
-    return Stages(rig.settings.data_dir, rig.settings.stage_ttl_ms)
+    return Stages(rig.settings.data_dir, rig.settings.stage_ttl_ms, lambda: sys.maxsize)
 
 
 def stage(rig: Rig, *contents: tuple[str, list[bytes]]) -> StageList:

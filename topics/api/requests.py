@@ -62,14 +62,16 @@ class RecordBody(msgspec.Struct, gc=False, omit_defaults=True):
     order_key: Annotated[str | None, msgspec.Meta(description="of jobs: one of a key at a time, in order")] = None
 
 
-class ProducerBody(msgspec.Struct, frozen=True, gc=False):
+class ProducerBody(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A fenced writer (api §2). `epoch` rises with each life of the writer and shuts out those before; `n` rises by one
-    with each write and may begin anywhere. Together they name the write, as an idempotency key would.
+    with each write and may begin anywhere. Together they name the write, as an idempotency key would. With `begun` a
+    write of the epoch was answered: a service that knows none has lost it, and refuses this one.
     """
 
     id: Annotated[str, _PRODUCER_ID]
     epoch: Count
     n: Count
+    begun: bool = False
 
 
 class AppendBody(msgspec.Struct, gc=False, omit_defaults=True):

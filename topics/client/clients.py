@@ -81,10 +81,11 @@ class Connection(Commands):
                 if log.isEnabledFor(logging.DEBUG):
                     log.debug('%s %s%s "HTTP/1.1 %d"', call.method, server.address.url, call.target, answer.status)
                 if 200 <= answer.status < 300:
+                    servers.have_led |= not call.only_reads
                     return call.read(answer.take_body())
                 body = answer.take_body()
                 refusal = error_of(answer.status, body)
-                if refusal.code != NOT_LEADER or len(servers) == 1:
+                if refusal.code != NOT_LEADER or not (servers.have_led or len(servers) > 1):
                     pause_s = attempts.pause_after_refusal(answer.status, answer.headers, body)
                     if refusal.code != UNKNOWN:
                         await self._pause(pause_s)

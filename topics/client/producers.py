@@ -39,6 +39,7 @@ T = TypeVar("T")
 CLOSE_MAX_S: Final = 60.0
 STEP_RECORDS: Final = 256
 """Records after which `AsyncProducer.send` lets the event loop do other work."""
+KNOWN_FOR_S: Final = 6 * 24 * 3600  # after an answer the service has to know the producer: it forgets it a day later
 _EPOCH_RANDOM_BITS: Final = 20
 
 
@@ -85,6 +86,7 @@ class Placing:
         self._former: ProducerBody | None = None
         """The last write of the former life."""
         self._last_seq: int | None = None
+        self._known_until_s = 0.0
         self._body = AppendBody(
             records=[],
             node=options.get("node"),
@@ -113,7 +115,7 @@ class Placing:
         """Write a part and return its first seq, or the error for one of its records. Other errors are raised."""
         records, count = part.records(), part.stop - part.start
         while True:
-            producer = ProducerBody(self._id, self._epoch, n)
+            producer = ProducerBody(self._id, self._epoch, n, begun=time.time() < self._known_until_s)
             body = msgspec.structs.replace(self._body, producer=producer, if_head_seq=self._head_seq)
             try:
                 answer = await carrier.carry_out(calls.append_encoded(self._topic, records, body))
@@ -132,7 +134,7 @@ class Placing:
             if answer.count != count:
                 message = f"{answer.count} records were written, {count} sent: was one no whole JSON?"
                 raise ServiceFaultError(200, "unknown", message, {})
-            self._head_seq = None
+            self._head_seq, self._known_until_s = None, time.time() + KNOWN_FOR_S
             return answer.first_seq
 
     async def _look(self, carrier: Carrier) -> tuple[ProducerBody | None, int]:

@@ -30,6 +30,7 @@ class Servers:
     def __init__(self, every: Sequence[Server]) -> None:
         self.every = every
         self.current = every[0]
+        self.have_led = False  # True once one has carried out a write: one that leads no more may be about to move
         self._left: list[Server] = []
         """Addresses that failed in this round, which ends when all have: a follower may name a leader that is dead."""
 

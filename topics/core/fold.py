@@ -105,6 +105,7 @@ class Fold:
                     self._ram.exact_head(topic.id),
                     self._ceilings.get(topic.id, 0),
                     topic.lost_tail_seq,
+                    topic.restored_seq,
                 )
             )
         state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
@@ -136,7 +137,7 @@ class Fold:
         _restore_consumers(topic, kept.consumers)
         self._ram.restore(kept)
         self._ceilings[kept.id] = kept.head_ceiling
-        topic.lost_tail_seq = kept.lost_tail_seq
+        topic.lost_tail_seq, topic.restored_seq = kept.lost_tail_seq, kept.restored_seq
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
         if held_seq < topic.head_seq:
             raise FoldError(
@@ -480,6 +481,7 @@ def _lose_tail(topic: Topic, last_seq: int, reason: EvictReason = EvictReason.LO
     if last_seq > topic.head_seq:
         topic.skipped(last_seq, reason)
         topic.lost_tail_seq = last_seq
+        topic.restored_seq = last_seq if reason == EvictReason.RESTORED else topic.restored_seq
 
 
 def _add_jobs(topic: Topic, data: bytes) -> None:

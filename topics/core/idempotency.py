@@ -154,10 +154,10 @@ class IdempotencyWindow:
         known = self._producers.get(producer)
         return known[0] if known is not None and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS else None
 
-    def written_before(self, producer: bytes, seq: int) -> bool:
-        """Return whether the last known write of this producer lies before `seq`."""
+    def last_seq_of(self, producer: bytes) -> int | None:
+        """Return the first seq of the last write of this producer, None if none is known."""
         known = self._producers.get(producer)
-        return known is not None and known[1].first_seq < seq
+        return None if known is None else known[1].first_seq
 
     def remember(self, key: bytes, outcome: WriteOutcome) -> None:
         """Keep the outcome of a committed write. A key that expired and came again moves to the end."""

@@ -113,7 +113,7 @@ class PendingTopic:
         return self.head_seq > self._topic.head_seq
 
     def admit(
-        self, key: bytes, records: RecordFrames, if_head_seq: int | None, has_jobs: bool, expiry_ms: int
+        self, key: bytes, records: RecordFrames, if_head_seq: int | None, jobs: bool, expiry_ms: int, begun: bool
     ) -> WriteOutcome | None:
         """Decide about one more write: return the outcome of the write that it repeats, None when it may be added.
 
@@ -122,10 +122,10 @@ class PendingTopic:
         """
         topic, (offset_len, _flags, size_bytes) = self._topic, records
         count = len(offset_len)
-        known = self._repeated(key) if key else None
+        known = self._repeated(key, begun) if key else None
         if known is not None:
             return known
-        if has_jobs and topic.queue is None:
+        if jobs and topic.queue is None:
             raise not_a_queue(topic.name)
         is_staged = is_stage_key(key)
         if not is_staged:
@@ -147,13 +147,15 @@ class PendingTopic:
         jobs = done_jobs_to_drop(topic, records, total_bytes, self.dying)
         return bool(jobs) or topic.must_expire_first(records, total_bytes, expiry_ms)
 
-    def _repeated(self, key: bytes) -> WriteOutcome | None:
+    def _repeated(self, key: bytes, begun: bool) -> WriteOutcome | None:
         topic, now_ms = self._topic, self._now.wall_ms
         known = self.keys.get(key) or topic.idempotency.find(key, now_ms, topic.config.idempotency_window_ms)
         if is_producer_key(key):
             producer, turn = parse_key(key)
             last = self._turns.get(producer) or topic.idempotency.turn_of(producer, now_ms)
-            may_skip = producer not in self._turns and topic.idempotency.written_before(producer, topic.lost_tail_seq)
+            may_skip = producer not in self._turns and topic.may_skip(producer)
+            if last is None and begun and not may_skip:
+                last = ProducerTurn(turn.epoch, 0)  # its writes were lost
             check_turn(producer, last, turn, is_known=known is not None, may_skip=may_skip)
         return known
 

@@ -24,7 +24,7 @@ from topics.core.topic import Topic
 class FoldedTopic(msgspec.Struct, array_like=True):
     """One topic. `keys` are (key, first_seq, records, ts), oldest first. `ephemeral_head_seq` is the seq of the last
     HEAD_WATERMARK (None without any), `exact_head_seq` that of the last exact one. `segments` may go beyond `head_seq`.
-    `deleted_in_ram` are deleted records that a RAM log may still have. `head_ceiling` and `lost_tail_seq` are those of
+    `deleted_in_ram` are deleted records that a RAM log may still have. The last three are those of
     the topic while it is durable.
     """
 
@@ -43,6 +43,7 @@ class FoldedTopic(msgspec.Struct, array_like=True):
     exact_head_seq: int = 0
     head_ceiling: int = 0
     lost_tail_seq: int = 0
+    restored_seq: int = 0
 
 
 class ShardState(msgspec.Struct, array_like=True):

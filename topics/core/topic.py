@@ -64,6 +64,7 @@ class Topic:
     """True if it was `ephemeral` before."""
     lost_tail_seq: int = 0
     """Last seq that may have been given out before the log lost its end, 0 if it never did."""
+    restored_seq: int = 0  # the same before it was restored, or taken over
     revision: int = 0
     """Revision of the last `Floors` in the log."""
     logged_floor: int = 1
@@ -127,6 +128,14 @@ class Topic:
                 f"head_seq of topic {self.name!r} is {pending_head_seq}, not {if_head_seq}",
                 {"head_seq": pending_head_seq},
             )
+
+    def may_skip(self, producer: bytes) -> bool:
+        """Return whether a producer goes on behind writes that are gone: not if a restore or a takeover lost them."""
+        seq = self.idempotency.last_seq_of(producer)
+        if seq is not None:
+            return self.restored_seq <= seq < self.lost_tail_seq
+        may_forget = self.recreated or self.had_ram_records or self.config.durability == "ephemeral"
+        return may_forget or self.lost_tail_seq > self.restored_seq
 
     def commit_ts(self, now_ms: int) -> int:
         """Return the commit time of the next write: `$ts` never decreases in a topic, whatever the clock does."""

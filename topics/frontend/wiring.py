@@ -53,6 +53,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
 from topics.storage.pins import PinFiles, pins_dir
 from topics.storage.segment_store import SegmentSource
+from topics.storage.wal import room_left_bytes
 
 _log = get_logger()
 
@@ -145,7 +146,8 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     cells = [link.cell for link in gateway.links]
     topic_quota = Quota("topics", settings.max_topics, "topics", cells[0], cells)
-    coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
+    room_bytes = partial(room_left_bytes, fs, settings.data_dir, shared.control.cut_bytes)
+    coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms, room_bytes))
     probes = ProbeRoutes(shared.control, clock)
     console = ConsoleRoutes(access)
     origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends))

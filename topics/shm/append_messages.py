@@ -35,8 +35,8 @@ _CLASS_SHIFT: Final = 4
 
 JobAttributes = list[tuple[int, int, int, str]]
 """(position in the write, deliver_at_ms, delay_ms, order_key) of records that have one of them; 0 and "" are none."""
-_Options = tuple[str, bool, int | None, bytes, TopicConfig | None, JobAttributes]
-"""(name, create, if_head_seq, key, config, jobs)."""
+_Options = tuple[str, bool, int | None, bytes, TopicConfig | None, JobAttributes, bool]
+"""(name, create, if_head_seq, key, config, jobs, has_begun)."""
 
 
 class AppendRequest(msgspec.Struct, frozen=True):
@@ -52,6 +52,7 @@ class AppendRequest(msgspec.Struct, frozen=True):
     record_flags: bytes
     frames: bytearray
     jobs: JobAttributes = []
+    has_begun: bool = False
 
 
 class AppendReply(msgspec.Struct, frozen=True):
@@ -84,9 +85,10 @@ def encode_append(
     record_flags: bytes,
     frames: bytes | bytearray,
     jobs: JobAttributes | None = None,
+    has_begun: bool = False,
 ) -> list[Part]:
     """Return the parts of an Append request, for `Ring.push`."""
-    options = _encoder.encode((name, create, if_head_seq, key, config, jobs or ()))
+    options = _encoder.encode((name, create, if_head_seq, key, config, jobs or (), has_begun))
     start = HEAD.pack(MessageKind.APPEND, 0, 0, len(offset_len), request_id) + _LENGTH.pack(len(options)) + options
     return [start, memoryview(offset_len).cast("B"), record_flags, frames]
 
@@ -98,11 +100,12 @@ def decode_append(message: memoryview) -> AppendRequest:
     words_at = at + _LENGTH.unpack_from(message, HEAD_BYTES)[0]
     flags_at = words_at + 8 * count
     frames_at = flags_at + count
-    name, create, if_head_seq, key, config, jobs = _options_decoder.decode(message[at:words_at])
+    name, create, if_head_seq, key, config, jobs, has_begun = _options_decoder.decode(message[at:words_at])
     offset_len = array("Q")
     offset_len.frombytes(message[words_at:flags_at])
     record_flags, frames = bytes(message[flags_at:frames_at]), bytearray(message[frames_at:])
-    return AppendRequest(name, create, if_head_seq, key, config, count, offset_len, record_flags, frames, jobs)
+    records = count, offset_len, record_flags, frames
+    return AppendRequest(name, create, if_head_seq, key, config, *records, jobs, has_begun)
 
 
 def encode_append_reply(request_id: int, reply: AppendReply) -> bytearray:

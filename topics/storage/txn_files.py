@@ -8,7 +8,8 @@ the time TAKEN_BACK_NS until it is removed: nothing can be decided about it any 
 
     <xxh3-128 of topic, 0x00, transaction id: 32 hex>-<16 random hex>.stage
 
-so that the stages of a transaction are found by name, and no client can guess a name.
+so that the stages of a transaction are found by name, and no client can guess a name. A commit first claims them: to
+name and id of each it adds `-<16 hex>`, the xxh3-64 of `<sink>/<batch>`. So a stage is one batch's.
 
 A *sink* is a file with the latest batch that the sink has committed, and its stages until all of them are published.
 Each sink has one file, `<xxh3-128 of its name, 32 hex>.sink`. The shard that would own a topic of its name writes it,
@@ -28,7 +29,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 import msgspec
-from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_hexdigest
 
 from topics.storage.filesystem import FileSystem, opened
 from topics.storage.frame import LaidOut, is_utf8
@@ -39,7 +40,8 @@ _STAGE_MAGIC: Final = b"TSTG"
 _CHECKSUM: Final = Struct("<Q")
 _WORD_LEN: Final = 8
 _STAGE_ID: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
-_STAGE_SUFFIX: Final = ".stage"
+_STAGE_NAME: Final = re.compile(r"([0-9a-f]{32}(?:-[0-9a-f]{16}){1,2})\.stage")
+_UNCLAIMED_LEN: Final = 49
 TAKEN_BACK_NS: Final = 0
 
 if sys.byteorder != "little":
@@ -75,9 +77,14 @@ def is_stage_id(text: str) -> bool:
     return _STAGE_ID.fullmatch(text) is not None
 
 
+def claimed_id(stage_id: str, sink: str, batch: int) -> str:
+    """Return the id of a stage once this batch has claimed it."""
+    return f"{stage_id[:_UNCLAIMED_LEN]}-{xxh3_64_hexdigest(b'%b/%d' % (sink.encode(), batch))}"
+
+
 def stage_name(stage_id: str) -> str:
     """Return the name of a stage's file."""
-    return stage_id + _STAGE_SUFFIX
+    return f"{stage_id}.stage"
 
 
 def can_be_decided(path: str) -> bool:
@@ -90,8 +97,8 @@ def can_be_decided(path: str) -> bool:
 
 def stage_of_name(name: str) -> str | None:
     """Return the stage whose file has this name, None for any other file."""
-    stage_id = name.removesuffix(_STAGE_SUFFIX)
-    return stage_id if name.endswith(_STAGE_SUFFIX) and is_stage_id(stage_id) else None
+    found = _STAGE_NAME.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def belongs_to_txn(stage_id: str, topic: str, txn: str) -> bool:

@@ -29,15 +29,14 @@ from topics.settings import (
     load,
     read_keys,
 )
-from topics.shm import shm_names
-from topics.shm.control import ControlPage
+from topics.shm.control import ProcessState
 from topics.storage.lock import running_supervisor
 from topics.supervisor.check import check
 from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, inherited
 from topics.supervisor.main import StartError, serve
 from topics.supervisor.notify import Notify, all_use_newest_keys
-from topics.supervisor.promote import NotFollowingError, promote
+from topics.supervisor.promote import NotFollowingError, current_page, promote
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
 from topics.terminal import CLEAR, SHELLS, completions, paint_for
@@ -53,7 +52,7 @@ STOP_MARGIN_MS: Final = 5_000
 RELOAD_TIMEOUT_MS: Final = 10_000
 PROMOTE_TIMEOUT_MS: Final = 60_000
 RATE_SAMPLE_S: Final = 0.1
-POLL_S: Final = 0.01
+POLL_MS: Final = 10
 WATCH_INTERVAL_MS: Final = 1_000
 
 _RUN_CODES = """exit codes:
@@ -276,24 +275,36 @@ class ReloadRefused(Exception):  # noqa: N818 — named for what it is
 
 
 def reload(data_dir: str, timeout_ms: int) -> int | None:
+<<<<<<< HEAD
     """Have a service read its keys again. Return its pid once every frontend uses them, None when nothing ran. Raise
     ReloadRefused, TimeoutError, OSError or ValueError when it belongs to somebody else or cannot be read.
+=======
+    """Send SIGHUP to the data directory's service, or its next life, and wait until every frontend uses the new keys.
+
+    Return the service's pid, None when nothing ran. Raise ReloadRefused; TimeoutError when a frontend still uses the
+    former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError or ValueError when
+    its control page cannot be read.
+>>>>>>> lane-service
     """
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
-        page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
-        header = page.header
-        reloads, serial = header.get("reloads"), header.get("keys_serial")
+        page, life, reloads, serial = current_page(data_dir), 0, 0, 0
+        if page is not None:
+            life, reloads, serial = (page.header.get(word) for word in ("started_ms", "reloads", "keys_serial"))
         signal.pidfd_send_signal(process_fd, signal.SIGHUP)
-        deadline_s = time.monotonic() + timeout_ms / 1000
-        while True:
-            if header.get("reloads") != reloads:
-                if header.get("keys_serial") == serial:
+        deadline_s, poll = time.monotonic() + timeout_ms / 1000, select.poll()
+        poll.register(process_fd, select.POLLIN)
+        while not poll.poll(POLL_MS):
+            if page is not None and page.header.get("reloads") != reloads:
+                if page.header.get("keys_serial") == serial:
                     raise ReloadRefused
                 if all_use_newest_keys(page):
                     return pid
+            elif page is None or page.header.get("state") == ProcessState.STOPPED:
+                newer = current_page(data_dir)
+                if newer is not None and newer.header.get("started_ms") not in (0, life):
+                    page, life, reloads, serial = newer, newer.header.get("started_ms"), 0, 0
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"process {pid} has not reloaded its keys after {timeout_ms} ms")
-            time.sleep(POLL_S)
     return None
 
 

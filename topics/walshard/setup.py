@@ -220,6 +220,8 @@ def _put_together(
         topic_messages.Watch: frontends.watch,
         topic_messages.Unwatch: frontends.unwatch,
         topic_messages.Hello: frontends.hello,
+        topic_messages.PutTopic: topic_calls.make,
+        topic_messages.EnsureTopic: topic_calls.make,
         topic_messages.StagePublish: sinks.publish,
         topic_messages.StagesOver: sinks.stages_over,
         topic_messages.TxnBegin: sinks.take,
@@ -231,8 +233,6 @@ def _put_together(
         topic_messages.Trim: segments.trim,
     }
     alone: dict[type, AloneHandler] = {
-        topic_messages.PutTopic: topic_calls.put,
-        topic_messages.EnsureTopic: topic_calls.ensure,
         topic_messages.DeleteTopic: topic_calls.delete,
         topic_messages.DeleteRecords: deletes.delete,
         topic_messages.Expire: deletes.expire_one,

@@ -2,9 +2,9 @@
 
     take ──▶ prepare ──▶ commit ──▶ publish ──▶ notify ──▶ answer
 
-Requests for records, jobs and cursors are gathered into a group: one write, one sync for all of them. Any other request
-that writes ends the group before it and is committed by itself: it is rare, and then sees nothing half done. Copies of
-routers come after all of that, with drafts of their own.
+Requests for records, jobs and cursors, and those that make topics, are gathered into a group: one write, one sync. Any
+other request that writes ends the group before it and is committed by itself: it is rare, and then sees nothing half
+done. Copies of routers come after all of that, with drafts of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from topics.walshard.upkeep import Upkeep
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Replies of queue requests are as long as their clients want: a group ends before the journal is full of them."""
 TURN_MS: Final = 100
-"""Many requests that are each synced by themselves, as the creations of topics, must not keep others waiting."""
+"""Many requests that are each synced by themselves, as deletions of topics, must not keep others waiting."""
 TRIES_MAX: Final = 4
 """Times that a request of a group may ask for a commit before it."""
 
@@ -121,8 +121,7 @@ class Shard:
                 # An answered request need not stay in the journal.
                 self._finish_group()
                 reply_bytes = 0
-                if self._time.has_taken(TURN_MS):
-                    self._rings.end_turn()
+                self._rings.turn_is_over = self._time.has_taken(TURN_MS)
         self._cell.set("queue_depth", requests)
         if requests:
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
@@ -167,7 +166,9 @@ class Shard:
             except CommitFirst as first:
                 self._commit_group()
                 if first.steps is not None:
-                    self._run(first.steps)
+                    self._run(first.steps, request if first.all else None)
+                if first.all:
+                    return False
                 continue
             request.reply = _encoded(request.id, reply)
             carrier = self._group.take_carrier()

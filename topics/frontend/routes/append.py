@@ -116,6 +116,7 @@ class AppendRoute:
             records,
             unthrottled=request.disable_backpressure,
             jobs=self._job_attributes(name, request.records),
+            has_begun=request.producer is not None and request.producer.begun,
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:

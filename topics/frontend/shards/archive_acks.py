@@ -48,23 +48,23 @@ class ArchiveAcks:
         """Wait until the archive has all that these shards have committed so far. Raise `503` after the longest time:
         the records are on this machine's disk then, and perhaps never in the archive.
         """
-        for shard in shards:
-            word = self._shards[shard].get("committed")
-            if not self._control.has_archiver:
-                raise self._refused("this service has no archive any more: set TOPICS_ARCHIVE_URL, or choose a class")
-            if self._control.shipped(shard) < word:
-                await self._wait(shard, word)
+        words = [(shard, self._shards[shard].get("committed")) for shard in shards]
+        if words and not self._control.has_archiver:
+            raise self._refused("this service has no archive any more: set TOPICS_ARCHIVE_URL, or choose a class")
+        if behind := [(shard, word) for shard, word in words if self._control.shipped(shard) < word]:
+            await self._wait(behind)
 
-    async def _wait(self, shard: int, word: int) -> None:
+    async def _wait(self, behind: list[tuple[int, int]]) -> None:
         loop = asyncio.get_running_loop()
-        reached = loop.create_future()
-        self._waiting[shard].append((word, reached))
+        reached = [loop.create_future() for _ in behind]
+        for (shard, word), one in zip(behind, reached, strict=True):
+            self._waiting[shard].append((word, one))
         self._cell.add("archive_waits")
         if self._timer is None:
             self._timer = loop.call_later(LOOK_S, self._look)
         try:
             async with asyncio.timeout(self._wait_ms / 1000):
-                await reached
+                await asyncio.gather(*reached)
         except TimeoutError:
             raise self._refused(
                 f"the archive has not had it within {self._wait_ms} ms (TOPICS_ARCHIVE_WAIT_MS); it is on the disk of"

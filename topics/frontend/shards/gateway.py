@@ -159,6 +159,7 @@ class Gateway:
         records: LaidOut,
         unthrottled: bool = False,
         jobs: JobAttributes | None = None,
+        has_begun: bool = False,
     ) -> asyncio.Future[AppendReply]:
         """Send a write. The future fails with a TopicsError: the shard's own, `shard_unavailable` (the outcome is
         unknown), or `throttled` (nothing was sent). An `unthrottled` write waits for room in the ring for as long as
@@ -166,8 +167,9 @@ class Gateway:
         """
         self.arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
+        laid_out = records.offset_len, records.flags, records.buffer
         parts = append_messages.encode_append(
-            request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
+            request_id, name, create, if_head_seq, key, config, *laid_out, jobs, has_begun
         )
         if not self._lone_writes.is_alone(len(self.pending), len(records.buffer)):
             return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)

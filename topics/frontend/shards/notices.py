@@ -171,7 +171,7 @@ class JobListeners:
 
     def __init__(self, incarnation: int) -> None:
         self._last_number = incarnation << 32
-        self.by_number: dict[int, JobListener] = {}
+        self._by_number: dict[int, JobListener] = {}
 
     def new_number(self) -> int:
         self._last_number += 1
@@ -179,15 +179,15 @@ class JobListeners:
 
     def listen(self, number: int, listener: JobListener) -> None:
         """Give `listener` the jobs for this number, until `forget` or another `listen`."""
-        self.by_number[number] = listener
+        self._by_number[number] = listener
 
     def forget(self, number: int, listener: JobListener) -> None:
         """Forget a listener, unless another one has taken its place. Idempotent."""
-        if self.by_number.get(number) == listener:
-            del self.by_number[number]
+        if self._by_number.get(number) == listener:
+            del self._by_number[number]
 
     def hand_over(self, dealt: Dealt) -> None:
         """Give jobs to their listener. Jobs without one stay leased until the shard takes them back."""
-        listener = self.by_number.get(dealt.stream)
+        listener = self._by_number.get(dealt.stream)
         if listener is not None:
             listener(dealt)

@@ -1,6 +1,6 @@
 """Coordinates the commits of batches (api §6): has each stage published, ends the batch, and removes its files.
 
-    decided (sink file, synced) → each stage appended once → ended (sink file, synced) → files and stage keys removed
+    stages claimed → decided (sink file, synced) → each stage appended once → ended (sink file, synced) → files removed
 
 The sink's shard decides and remembers, each topic's shard publishes, and the coordinator asks them. Every request may
 be repeated without harm, so several frontends may carry out one batch. Each looks for unfinished ones when it starts,
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import time
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final
 
 from topics.core.errors import TopicsError
@@ -32,7 +33,7 @@ from topics.shm.topic_messages import (
     TxnReply,
 )
 from topics.storage import layout, txn_files
-from topics.storage.filesystem import OsFileSystem, make_dirs, names_in, replace_file
+from topics.storage.filesystem import FileSystem, OsFileSystem, make_dirs, names_in, replace_file
 from topics.storage.frame import LaidOut
 
 EXPIRY_MARGIN_MS: Final = 60_000
@@ -40,33 +41,47 @@ EXPIRY_MARGIN_MS: Final = 60_000
 
 
 class Stages:
-    """The files of all stages of the service. A stage expires `ttl_ms` after it was made."""
+    """The files of all stages of the service. One expires `ttl_ms` after it was made. They may take `room_bytes`."""
 
-    def __init__(self, data_dir: str, ttl_ms: int) -> None:
+    def __init__(self, data_dir: str, ttl_ms: int, room_bytes: Callable[[], int], fs: FileSystem | None = None) -> None:
         self._directory = layout.stages_dir(data_dir)
         self._sinks = layout.sinks_dir(data_dir)
-        self._fs = OsFileSystem()
-        self.ttl_ms = ttl_ms
+        self._fs = fs or OsFileSystem()
+        self.ttl_ms, self._room_bytes = ttl_ms, room_bytes
 
     def make(self, topic: str, txn: str, records: LaidOut) -> str:
         """Write a new stage and return its id once it is on the disk. Raise TopicsError."""
         stage = txn_files.new_stage_id(topic, txn)
         try:
+            if self._room_bytes() < len(records.buffer):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             make_dirs(self._fs, self._directory)
             replace_file(self._fs, self._path(stage), txn_files.encode_stage(topic, records))
         except OSError as error:
-            raise TopicsError(
-                "storage_unavailable", f"the stage cannot be written: {error.strerror}", {"cause": error.strerror}
-            ) from None
+            raise _failed("the stage cannot be written", error) from None
         return stage
 
-    def heads(self, stages: Collection[str]) -> dict[str, txn_files.StageHead]:
-        """Return the head of each stage, in order. `404 not_found` for one that is missing or about to expire."""
-        return {stage: self._head(stage) for stage in stages}
+    def heads(self, stages: Collection[str], sink: str, batch: int) -> dict[str, txn_files.StageHead]:
+        """Return the head of each stage by its id now, in order. `404` for one that is missing, or about to expire."""
+        return dict(self._head(stage, sink, batch) for stage in stages)
+
+    def claim(self, stages: Collection[str], sink: str, batch: int) -> list[str]:
+        """Have these stages be this batch's, on the disk; return their ids then. Another batch's is not found there."""
+        claimed = [txn_files.claimed_id(stage, sink, batch) for stage in stages]
+        try:
+            for stage, now in zip(stages, claimed, strict=True):
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rename(self._path(stage), self._path(now))
+            if claimed:
+                self._fs.fsync_dir(self._directory)
+        except OSError as error:
+            raise _failed("the stages cannot be claimed", error) from None
+        return claimed
 
     def of_txn(self, topic: str, txn: str) -> list[str]:
         """Return the stages of a transaction in one topic."""
-        return [stage for stage in self._all() if txn_files.belongs_to_txn(stage, topic, txn)]
+        stages = filter(None, map(txn_files.stage_of_name, names_in(self._fs, self._directory)))
+        return [stage for stage in stages if txn_files.belongs_to_txn(stage, topic, txn)]
 
     def take_back(self, stages: Collection[str]) -> None:
         """Have nothing be decided about these stages any more. Those of decided batches are published all the same."""
@@ -84,17 +99,15 @@ class Stages:
         return dropped
 
     def drop_ended(self, stages: Collection[str]) -> None:
-        """Remove the stages of a batch whose end is in its sink's file. Sync that file's directory first: its writer
-        may have died before it did, and a power loss must not bring the decision back without its stages. Raise
-        TopicsError.
+        """Remove stages of a batch whose end is in its sink's file. Sync that first, if its writer did not:
+        a power loss must not bring the decision back without its stages. Raise TopicsError.
         """
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.fsync_dir(self._sinks)
             self.drop(stages)
         except OSError as error:
-            reason = f"the stages of a batch that has ended cannot be removed: {error}"
-            raise TopicsError("storage_unavailable", reason, {"cause": error.strerror}) from None
+            raise _failed("the stages of a batch that has ended cannot be removed", error) from None
 
     def expired(self) -> list[str]:
         """Return the expired stages, and remove as old files that a killed frontend never finished. Raise OSError."""
@@ -106,17 +119,18 @@ class Stages:
                     self._fs.unlink(os.path.join(self._directory, name))
         return list(filter(None, map(txn_files.stage_of_name, old)))
 
-    def _head(self, stage: str) -> txn_files.StageHead:
-        if not txn_files.is_stage_id(stage) or self._age_ms(txn_files.stage_name(stage)) > self.ttl_ms:
-            raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: it was dropped or has expired")
-        try:
-            with open(self._path(stage), "rb") as file:
-                return txn_files.decode_stage_head(file.read(txn_files.STAGE_HEAD_LEN))
-        except FileNotFoundError:
-            raise TopicsError("not_found", f"there is no stage {stage!r}: it was dropped or has expired") from None
-        except (OSError, txn_files.TxnFileDamagedError) as error:
-            reason = f"{self._path(stage)} cannot be used: {error}"
-            raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
+    def _head(self, stage: str, sink: str, batch: int) -> tuple[str, txn_files.StageHead]:
+        for now in (stage, txn_files.claimed_id(stage, sink, batch)) if txn_files.is_stage_id(stage) else ():
+            try:
+                if self._age_ms(txn_files.stage_name(now)) <= self.ttl_ms:
+                    with open(self._path(now), "rb") as file:
+                        return now, txn_files.decode_stage_head(file.read(txn_files.STAGE_HEAD_LEN))
+            except FileNotFoundError:
+                pass  # claimed in this moment
+            except (OSError, txn_files.TxnFileDamagedError) as error:
+                reason = f"{self._path(now)} cannot be used: {error}"
+                raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
+        raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: dropped, expired, or another batch's")
 
     def _age_ms(self, name: str) -> float:
         """Return the age of a file; infinite if it does not exist."""
@@ -125,11 +139,12 @@ class Stages:
         except FileNotFoundError:
             return float("inf")
 
-    def _all(self) -> Iterator[str]:
-        return filter(None, map(txn_files.stage_of_name, names_in(self._fs, self._directory)))
-
     def _path(self, stage: str) -> str:
         return os.path.join(self._directory, txn_files.stage_name(stage))
+
+
+def _failed(what: str, error: OSError) -> TopicsError:
+    return TopicsError("storage_unavailable", f"{what}: {error.strerror}", {"cause": error.strerror})
 
 
 IN_FLIGHT_MAX: Final = 16

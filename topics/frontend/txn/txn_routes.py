@@ -95,7 +95,7 @@ class TxnRoutes:
         # The stages of a committed batch are removed, so they are not looked for.
         duplicate, records = True, 0
         if last_batch is None or last_batch < given.batch:
-            heads = await asyncio.to_thread(self.coordinator.stages.heads, given.stages)
+            heads = await asyncio.to_thread(self.coordinator.stages.heads, given.stages, sink, given.batch)
             sums: dict[str, tuple[int, int]] = {}
             for topic, count, size_bytes in heads.values():
                 counted, counted_bytes = sums.get(topic, (0, 0))
@@ -107,7 +107,8 @@ class TxnRoutes:
                 await self._check_room(topic, count, size_bytes)
                 await slices.yield_if_over()
             self.topics.require(new)
-            stages = [(stage, head.topic) for stage, head in heads.items()]
+            claimed = await asyncio.to_thread(self.coordinator.stages.claim, heads, sink, given.batch)
+            stages = [(stage, head.topic) for stage, head in zip(claimed, heads.values(), strict=True)]
             duplicate, last_batch, records = await self.coordinator.commit(sink, given.batch, stages)
             archived = []
             for topic in sums:

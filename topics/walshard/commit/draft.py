@@ -205,8 +205,8 @@ draft that carries it out holds the reply too: the journal has it before the log
 
 
 class CommitFirst(Exception):  # noqa: N818 - not an error
-    """A request of a group can be prepared only once the group so far is committed, and then these steps are done."""
+    """A request can be prepared only once the group so far is committed and these steps are done; or they are `all`."""
 
-    def __init__(self, steps: Steps[object] | None = None) -> None:
+    def __init__(self, steps: Steps[object] | None = None, *, all: bool = False) -> None:
         super().__init__()
-        self.steps = steps
+        self.steps, self.all = steps, all

@@ -37,7 +37,7 @@ class ShardRings:
         self._read = [pair.requests.consumed for pair in self._rings]
         self._first = 0
         """The ring with which the next group begins."""
-        self._turn_is_over = False
+        self.turn_is_over = False  # True to have `requests` yield no more this time: what is served takes long
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
         self._group: list[JournalEntry] = []
@@ -59,17 +59,13 @@ class ShardRings:
             waiting.clear()
         return not any(pair.requests.peek(self._read[frontend]))
 
-    def end_turn(self) -> None:
-        """Have `requests` yield no more this time: what is served takes long."""
-        self._turn_is_over = True
-
     def requests(self) -> Iterator[tuple[int, memoryview, int]]:
         """Yield (frontend, message, position behind it) of new requests, up to a group, or to the end of the turn.
 
         A frontend that does not take its answers is not read from: its ring fills, and it feels that. The group after a
         full one begins with the next ring, so that a ring that is never empty starves no other.
         """
-        self._turn_is_over = False
+        self.turn_is_over = False
         count = size_bytes = 0
         for turn in range(self._first, self._first + len(self._rings)):
             frontend = turn % len(self._rings)
@@ -83,7 +79,7 @@ class ShardRings:
                 if self._waiting[frontend]:
                     break
                 count += 1
-                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX or self._turn_is_over:
+                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX or self.turn_is_over:
                     self._first = (frontend + 1) % len(self._rings)
                     return
 

@@ -49,7 +49,8 @@ class Appends:
         pending = group.pending_of(hosted.topic, now)
         try:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)
-            known = pending.admit(key, records, request.if_head_seq, bool(request.jobs), expiry_ms)
+            conditions = request.if_head_seq, bool(request.jobs), expiry_ms, request.has_begun
+            known = pending.admit(key, records, *conditions)
             if known is not None:
                 if key in pending.keys:
                     raise CommitFirst  # the log may refuse the write that this one repeats

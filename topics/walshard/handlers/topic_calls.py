@@ -16,7 +16,7 @@ from topics.shm.asks import Deleted
 from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import control_frame, create_frame
-from topics.walshard.commit.draft import Draft, LogWrite, Steps
+from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.relogging import RelogTurn, plan_turn
 from topics.walshard.hosted.catalog import Catalog
@@ -36,27 +36,20 @@ class TopicCalls:
     _ram_directory: str
     _time: StepClock
 
-    def put(self, call: PutTopic, _frontend: int) -> Steps[PutTopicReply]:
-        """Make a topic, or give it another configuration if it exists."""
-        hosted = self._catalog.find(call.name)
+    def make(self, call: PutTopic | EnsureTopic, _frontend: int, group: Draft) -> PutTopicReply:
+        """Make a topic in a group with others, or find that it is there as it is to be."""
+        name, config = call.name, call.config if isinstance(call, PutTopic) else None
+        if name in group.made:
+            raise CommitFirst  # the log may refuse to make it
+        hosted = self._catalog.find(name)
         if hosted is None:
-            return (yield from self._create(call.name, call.config))
-        return (yield from self._configure(hosted, call))
-
-    def ensure(self, call: EnsureTopic, _frontend: int) -> Steps[PutTopicReply]:
-        """Make a topic with the default configuration unless it exists."""
-        hosted = self._catalog.find(call.name)
-        if hosted is None:
-            return (yield from self._create(call.name, TopicConfig()))
+            now_ms = self._time.now.wall_ms
+            hosted = group.made[name] = self._catalog.make(name, config or TopicConfig(), now_ms)
+            group.add(LogWrite([create_frame(hosted.topic, now_ms)], sync=True, takes_room=True))
+            return PutTopicReply(True, hosted.topic.config)
+        if isinstance(call, PutTopic) and config != hosted.topic.config:
+            raise CommitFirst(self._configure(hosted, call), all=True)
         return PutTopicReply(False, hosted.topic.config)
-
-    def _create(self, name: str, config: TopicConfig) -> Steps[PutTopicReply]:
-        now_ms = self._time.now.wall_ms
-        hosted = self._catalog.make(name, config, now_ms)
-        reply = PutTopicReply(True, config)
-        creation = LogWrite([create_frame(hosted.topic, now_ms)], sync=True, takes_room=True)
-        yield Draft([creation], made=[hosted], reply=reply)
-        return reply
 
     def _configure(self, hosted: Hosted, call: PutTopic) -> Steps[PutTopicReply]:
         topic, config = hosted.topic, call.config
@@ -69,18 +62,13 @@ class TopicCalls:
             return reply
         # A longer ttl must not bring back what readers were told is gone (api §3.2).
         self._time.look_at_expiry()
-        if not (yield from self._deletes.expire(hosted)):
-            raise TopicsError(
-                "storage_unavailable",
-                f"the expiry of records in topic {call.name!r} cannot be logged now, so its configuration stays as it"
-                " was; see the service's log",
-            )
-        if not (yield from self._log_feed(hosted)):
-            raise TopicsError(
-                "storage_unavailable",
-                f"the positions of the routers into topic {call.name!r} cannot be logged now, so its configuration"
-                " stays as it was; see the service's log",
-            )
+        for steps, what in (
+            (self._deletes.expire(hosted), "the expiry of records in"),
+            (self._log_feed(hosted), "the positions of the routers into"),
+        ):
+            if not (yield from steps):
+                why = f"{what} topic {call.name!r} cannot be logged now, so its configuration stays as it was"
+                raise TopicsError("storage_unavailable", f"{why}; see the service's log")
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigFrameBody(config))
         update = control_frame(FrameType.CONFIG_UPDATE, topic.id, now_ms, body)

@@ -166,13 +166,13 @@ class Timers:
     """The next monotonic ms at which each queue is due, by topic id. A replaced time stays in the heap, ignored."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[int, int, str]] = []
+        self._heap: list[tuple[int, int, str]] = []
         self._of: dict[int, int] = {}
 
     @property
     def next_ms(self) -> int | None:
         """The earliest time, None if there is none."""
-        return self.heap[0][0] if self.heap else None
+        return self._heap[0][0] if self._heap else None
 
     def set(self, topic_id: int, name: str, at_ms: int) -> None:
         """Make a queue due at this time, or before if it was."""
@@ -180,16 +180,16 @@ class Timers:
         if known_ms is not None and known_ms <= at_ms:
             return
         self._of[topic_id] = at_ms
-        heappush(self.heap, (at_ms, topic_id, name))
-        if len(self.heap) > 64 + 4 * len(self._of):
+        heappush(self._heap, (at_ms, topic_id, name))
+        if len(self._heap) > 64 + 4 * len(self._of):
             # Replaced times are most of the heap: drop them.
-            self.heap = [timer for timer in set(self.heap) if self._of.get(timer[1]) == timer[0]]
-            heapify(self.heap)
+            self._heap = [timer for timer in set(self._heap) if self._of.get(timer[1]) == timer[0]]
+            heapify(self._heap)
 
     def take_due(self, now_ms: int) -> Iterator[tuple[int, str]]:
         """Yield (topic id, name) of each queue that is due, and forget its time."""
-        while self.heap and self.heap[0][0] <= now_ms:
-            at_ms, topic_id, name = heappop(self.heap)
+        while self._heap and self._heap[0][0] <= now_ms:
+            at_ms, topic_id, name = heappop(self._heap)
             if self._of.get(topic_id) == at_ms:
                 del self._of[topic_id]
                 yield topic_id, name
