@@ -36,7 +36,7 @@ from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, inherited
 from topics.supervisor.main import StartError, serve
 from topics.supervisor.notify import Notify, all_use_newest_keys
-from topics.supervisor.promote import NotFollowingError, current_page, promote
+from topics.supervisor.promote import NotFollowingError, promote
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
 from topics.terminal import CLEAR, SHELLS, completions, paint_for
@@ -275,19 +275,15 @@ class ReloadRefused(Exception):  # noqa: N818 — named for what it is
 
 
 def reload(data_dir: str, timeout_ms: int) -> int | None:
-<<<<<<< HEAD
-    """Have a service read its keys again. Return its pid once every frontend uses them, None when nothing ran. Raise
-    ReloadRefused, TimeoutError, OSError or ValueError when it belongs to somebody else or cannot be read.
-=======
     """Send SIGHUP to the data directory's service, or its next life, and wait until every frontend uses the new keys.
 
     Return the service's pid, None when nothing ran. Raise ReloadRefused; TimeoutError when a frontend still uses the
     former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError or ValueError when
     its control page cannot be read.
->>>>>>> lane-service
     """
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
-        page, life, reloads, serial = current_page(data_dir), 0, 0, 0
+        reader = StatusReader(data_dir, SystemClock())
+        page, life, reloads, serial = reader.page(), 0, 0, 0
         if page is not None:
             life, reloads, serial = (page.header.get(word) for word in ("started_ms", "reloads", "keys_serial"))
         signal.pidfd_send_signal(process_fd, signal.SIGHUP)
@@ -300,7 +296,7 @@ def reload(data_dir: str, timeout_ms: int) -> int | None:
                 if all_use_newest_keys(page):
                     return pid
             elif page is None or page.header.get("state") == ProcessState.STOPPED:
-                newer = current_page(data_dir)
+                newer = reader.page()
                 if newer is not None and newer.header.get("started_ms") not in (0, life):
                     page, life, reloads, serial = newer, newer.header.get("started_ms"), 0, 0
             if time.monotonic() > deadline_s:

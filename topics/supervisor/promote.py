@@ -52,11 +52,7 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     while True:
         if holder_pid(data_dir) is None:
             raise OSError("the service has stopped; its log says why")
-<<<<<<< HEAD
         page = reader.page()
-=======
-        page = current_page(data_dir)
->>>>>>> lane-service
         if page is not None and page.follows:
             life, cell = page.header.get("started_ms"), page.cell(Role.ARCHIVER, 0)
             pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
@@ -81,14 +77,3 @@ def _is_under_way(data_dir: str) -> bool:
     """Return whether the follower has closed the leader's archive, after which it goes on by itself."""
     note = read_note(OsFileSystem(), data_dir)
     return note is not None and bool(note.fence_id)
-<<<<<<< HEAD
-=======
-
-
-def current_page(data_dir: str) -> ControlPage | None:
-    """Return the control page; None while there is none, as between two lives of a service."""
-    try:
-        return ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
-    except FileNotFoundError:
-        return None
->>>>>>> lane-service
