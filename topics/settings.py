@@ -54,6 +54,8 @@ DAY_MS: Final = 86_400_000
 TAKEOVER_MS_MIN: Final = 5_000
 KEYS_FILE_BYTES_MAX: Final = 1 << 20
 COMMAND_BYTES_MAX: Final = 2 * MIB
+WATCHED_TOPIC_BYTES: Final = 512
+"""A topic in a watch, and where it begins, take no more."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,8 +191,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_command_bytes(self) -> int:
-        """The longest body without records. Lists and objects in it take up to 25 times as much memory once decoded."""
-        return min(self.max_body_bytes, COMMAND_BYTES_MAX)
+        """The longest body without records; the longest watch fits. Decoded it takes up to 25 times as much."""
+        return min(self.max_body_bytes, max(COMMAND_BYTES_MAX, WATCHED_TOPIC_BYTES * self.max_watch_topics))
 
     @property
     def has_archive(self) -> bool:

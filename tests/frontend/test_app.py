@@ -23,6 +23,7 @@ from topics.frontend.live import websocket_commands
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.websocket_commands import Command
 from topics.frontend.reads import node_sets as node_sets_module
+from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.wiring import Process, build_app
 from topics.shm import messages
 from topics.shm.control import ProcessState, Role
@@ -257,6 +258,26 @@ def test_a_long_poll_ends_with_the_right_to_it(hosting: Hosting, left: str, stat
     on_loop(hosting, test)
 
 
+def test_a_long_poll_that_begins_while_its_key_is_revoked_ends_at_once(
+    hosting: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        frontend.access.replace(KeyRing(parse_list("mine,stays")))
+        wait_for = CatchingUp.wait_for
+
+        async def waited(catching_up: CatchingUp, name: str) -> bool:
+            frontend.access.replace(KeyRing(parse_list("stays")))
+            return await wait_for(catching_up, name)
+
+        monkeypatch.setattr(CatchingUp, "wait_for", waited)
+        status, _, _ = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, key="mine")
+        assert status == 401
+
+    on_loop(hosting, test)
+
+
 def test_a_client_that_goes_away_leaves_no_long_poll_behind(hosting: Hosting) -> None:
     hosting.make("t")
 
@@ -442,9 +463,9 @@ def test_a_long_message_is_counted_until_it_is_answered(
     counted: list[int] = []
     decode_command = websocket_commands.decode
 
-    def decode(body: bytes) -> Command:
+    def decode(body: bytes, *most_bytes: int) -> Command:
         counted.append(long_bodies.held_bytes)
-        return decode_command(body)
+        return decode_command(body, *most_bytes)
 
     monkeypatch.setattr(websocket_commands, "decode", decode)
     padding = filling * ((LONG_BYTES + 100_000) // len(filling.encode()))

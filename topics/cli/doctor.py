@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Final, Literal
@@ -94,7 +95,8 @@ def examine(options: argparse.Namespace, port: int | None) -> Iterator[Diagnosis
     newest_s = None
     data_dir = options.data_dir or environment.get("TOPICS_DATA_DIR")
     if data_dir is not None and os.path.isdir(data_dir):
-        newest_s = max(os.fstat(fd).st_mtime for _, _, _, fd in os.fwalk(data_dir))
+        with suppress(PermissionError):
+            newest_s = max(os.fstat(fd).st_mtime for _, _, _, fd in os.fwalk(os.path.realpath(data_dir)))
         yield disk_room(data_dir, *shutil.disk_usage(data_dir)[::2])
     yield clock(time.time(), newest_s, not os.path.isdir(NTP_DIR) or os.path.exists(f"{NTP_DIR}/synchronized"))
     for path in filter(None, (key_file_of(options), environment.get("TOPICS_API_KEYS_FILE"))):

@@ -178,7 +178,9 @@ class StatusReader:
         page = self.page()
         if page is None:
             if not may_hold(self._data_dir, pid) and holder_pid(self._data_dir) == pid:
-                raise OSError(f"process {pid} here is not the service: that runs in a container, so ask there")
+                raise OSError(
+                    f"process {pid} here is not the service: that runs in a container, so ask there, or is ending"
+                )
             return Status(state="starting", data_dir=self._data_dir, pid=pid)
         return self._describe(pid, page)
 

@@ -219,7 +219,7 @@ class Socket:
             await reserve(long_bodies, len(body))
         if len(body) <= append.DECODED_INLINE_BYTES_MAX:
             return websocket_commands.decode(body)
-        return await asyncio.to_thread(websocket_commands.decode, body)
+        return await asyncio.to_thread(websocket_commands.decode, body, self._services.settings.max_command_bytes)
 
     async def _refuse(self, request_id: RequestId, error: TopicsError) -> None:
         self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")

@@ -78,6 +78,7 @@ ROUTES: Final[dict[type[Command], Route]] = {
 
 class _Any(msgspec.Struct):
     request_id: RequestId = None
+    op: str = ""
 
 
 _decoder: Final[msgspec.json.Decoder[Command]] = msgspec.json.Decoder(Command)
@@ -85,11 +86,14 @@ _publish_decoder: Final = msgspec.json.Decoder(Publish)
 _any_decoder: Final = msgspec.json.Decoder(_Any)
 
 
-def decode(message: bytes) -> Command:
-    """Decode a command. Only a publish may be longer than COMMAND_BYTES_MAX: of no other the lists are decoded then."""
-    if len(message) > COMMAND_BYTES_MAX:
-        return wire.decode(_publish_decoder, message)
-    return wire.decode(_decoder, message)
+def decode(message: bytes, command_max_bytes: int = COMMAND_BYTES_MAX) -> Command:
+    """Decode a command. Only a publish may be longer than `command_max_bytes`: no list of another is decoded then."""
+    if len(message) <= command_max_bytes:
+        return wire.decode(_decoder, message)
+    if wire.decode(_any_decoder, message).op != "publish":
+        detail = {"max_body_bytes": command_max_bytes}
+        raise TopicsError("payload_too_large", f"only a publish may have {len(message)} bytes", detail)
+    return wire.decode(_publish_decoder, message)
 
 
 def request_id_of(message: bytes) -> RequestId:

@@ -57,6 +57,8 @@ class DiffRoute:
     leadership: Leadership
     _waiting: dict[Callable[[TopicsError | None], None], tuple[bytes, str]] = field(default_factory=dict)
     """The functions that end the long polls, each with the digest of its key and its topic."""
+    _find_key: Callable[[bytes], ApiKey | None] | None = None
+    """The keys as their last change has left them; None before one."""
     _draining: bool = False
 
     @api.asgi_route("POST", f"{api.TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
@@ -98,14 +100,23 @@ class DiffRoute:
 
     def end_forbidden(self, find_key: Callable[[bytes], ApiKey | None]) -> None:
         """End the long polls that their keys do not allow any more. `find_key` returns a key as it is now."""
+        self._find_key = find_key
         for end, (digest, topic) in self._waiting.items():
-            try:
-                key = find_key(digest)
-                if key is None:
-                    raise TopicsError("unauthorized", "the key of this long poll is no longer valid")
-                key.require(KeyScope.READ, (topic,))
-            except TopicsError as refusal:
-                end(refusal.with_traceback(None))
+            if (refusal := self._refusal(digest, topic)) is not None:
+                end(refusal)
+
+    def _refusal(self, digest: bytes, topic: str) -> TopicsError | None:
+        """Return the reason why a key does not allow a long poll any more, None if it does."""
+        if self._find_key is None:
+            return None
+        try:
+            key = self._find_key(digest)
+            if key is None:
+                raise TopicsError("unauthorized", "the key of this long poll is no longer valid")
+            key.require(KeyScope.READ, (topic,))
+        except TopicsError as refusal:
+            return refusal.with_traceback(None)
+        return None
 
     def _wish(self, body: bytes) -> tuple[DiffBody, PageOptions]:
         request = wire.decode_as(DiffBody, body)
@@ -134,7 +145,7 @@ class DiffRoute:
 
         def end(refusal: TopicsError | None = None) -> None:
             nonlocal over, refused
-            refused = refusal
+            refused = refused or refusal
             if entering is not None and not over:
                 entering.reschedule(loop.time())
             over = True
@@ -149,7 +160,9 @@ class DiffRoute:
         self._waiting[end] = caller_of(scope).digest, ref.name
         self.cell.set("long_polls", len(self._waiting))
         try:
-            over |= self._draining  # `drain` ended only the long polls before this one
+            over |= self._draining  # `drain` ended only the long polls before this one, as `end_forbidden` did
+            if (refusal := self._refusal(*self._waiting[end])) is not None:
+                end(refusal)
             while not (over or page.is_news):
                 if room is not None:
                     room.resize(0)

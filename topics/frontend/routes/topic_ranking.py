@@ -132,7 +132,7 @@ class TopicRanking:
                         cursors = (await self._gateway.call(shard, CursorGet(after, None, "", CURSORS_MAX))).cursors
                         lag = max([lag or 0, *[view.head_seq - one.seq for one in cursors]])
                     except TopicsError as error:
-                        if error.code != "topic_not_found":
+                        if error.code not in ("topic_not_found", "throttled"):
                             silent.add(shard)  # to wait for it again for each topic would take an hour
                             slice_s = time.monotonic()  # and a wait is no work
                 kind, written = "queue" if view.is_queue else "log", view.last_write_ts or None
