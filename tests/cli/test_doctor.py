@@ -39,6 +39,12 @@ def test_a_folder_that_goes_meanwhile_is_no_fault(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "topics" / "deleted").exists()
 
 
+def test_a_data_directory_behind_a_link_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    options = argparse.Namespace(environment={}, data_dir=str(tmp_path / "link"))
+    assert "clock" in [one.subject for one in examine(options, None)]
+
+
 def levels(found: object) -> list[str]:
     return [one.level for one in found]  # type: ignore[attr-defined]
 
