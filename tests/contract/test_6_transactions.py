@@ -73,16 +73,17 @@ def test_a_batch_again_is_a_duplicate_and_appends_nothing(client: httpx.Client, 
 def test_of_two_sinks_that_commit_one_stage_at_once_one_has_it(client: httpx.Client, topic: str) -> None:
     rounds = 40
 
-    def commits(sink: str, batch: int, shared: str) -> int:
-        body = {"batch": batch, "stages": [stage(client, f"{topic}-{sink}", batch), shared]}
+    def commits(sink: str, batch: int, shared: list[str]) -> int:
+        in_order = shared if sink == "a" else shared[::-1]
+        body = {"batch": batch, "stages": [stage(client, f"{topic}-{sink}", batch), *in_order]}
         return client.post(f"/v0/txn/{topic}-{sink}/commit", json=body).status_code
 
     with ThreadPoolExecutor(2) as pool:
         for batch in range(rounds):
-            shared = stage(client, topic, batch)
+            shared = [stage(client, topic, batch), stage(client, topic, batch)]
             asked = [pool.submit(commits, sink, batch, shared) for sink in "ab"]
             assert sorted(one.result() for one in asked) == [200, 404]
-    assert data(client, topic) == [*range(rounds)]
+    assert data(client, topic) == [batch for batch in range(rounds) for _ in range(2)]
     last = [ok(client.get(f"/v0/txn/{topic}-{sink}"))["last_batch"] for sink in "ab"]
     assert max(one for one in last if one is not None) == rounds - 1
 

@@ -195,6 +195,7 @@ def test_removals_of_a_group_know_each_other() -> None:
         ({"lost_tail_seq": 9}, None),
         ({"restored_seq": 5, "lost_tail_seq": 9}, None),
         ({"recreated": True}, None),
+        ({"recreated": True, "restored_seq": 9, "lost_tail_seq": 9}, "out_of_order"),
         ({"had_ram_records": True}, None),
     ],
 )
@@ -214,6 +215,22 @@ def test_a_producer_that_has_begun_and_is_unknown_is_told_after_a_takeover(
     with pytest.raises(TopicsError) as refused:
         PendingTopic(topic, NOW).admit(*arguments, True)
     assert (refused.value.code, refused.value.detail) == (code, {"producer": "p", "epoch": 1, "n": 0})
+
+
+def test_a_producer_in_a_later_life_is_told_that_a_takeover_lost_all_of_it() -> None:
+    """The service knows it, by the writes of a life before."""
+    for restored_seq, code in ((9, "out_of_order"), (0, None)):
+        topic = topic_of()
+        logged(outcome(PendingTopic(topic, NOW), producer_key(b"p", ProducerTurn(1, 3)), 1, None))
+        topic.lost_tail_seq, topic.restored_seq = 9, restored_seq
+        arguments = producer_key(b"p", ProducerTurn(2, 7)), frames_of(1), None, False, NOW.wall_ms
+        assert PendingTopic(topic, NOW).admit(*arguments, False) is None, "a new life may begin with any number"
+        if code is None:
+            assert PendingTopic(topic, NOW).admit(*arguments, True) is None
+            continue
+        with pytest.raises(TopicsError) as refused:
+            PendingTopic(topic, NOW).admit(*arguments, True)
+        assert (refused.value.code, refused.value.detail) == (code, {"producer": "p", "epoch": 2, "n": 0})
 
 
 def test_a_producer_whose_last_writes_a_takeover_lost_is_told_and_after_a_power_loss_goes_on() -> None:

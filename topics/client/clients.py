@@ -64,7 +64,7 @@ class Connection(Commands):
         if call.of_leader and self._reads is not self._writes:
             headers["Topics-Leader"] = "required"
         servers = self._reads if call.only_reads else self._writes
-        untried = len(servers) - 1
+        untried, is_told = len(servers) - 1, False
         while True:
             server = servers.current
             request = server.address.request(call.method, call.target, call.body, headers)
@@ -81,7 +81,7 @@ class Connection(Commands):
                 if log.isEnabledFor(logging.DEBUG):
                     log.debug('%s %s%s "HTTP/1.1 %d"', call.method, server.address.url, call.target, answer.status)
                 if 200 <= answer.status < 300:
-                    servers.have_led |= not call.only_reads
+                    servers.have_led |= not (call.only_reads or call.of_leader or call.path.endswith("/peek"))
                     return call.read(answer.take_body())
                 body = answer.take_body()
                 refusal = error_of(answer.status, body)
@@ -92,12 +92,21 @@ class Connection(Commands):
                         continue
                 elif not untried:
                     pause_s = attempts.pause_after_move(refusal)
+                    if not is_told:
+                        log.warning("%s %s%s waits: %s", call.method, server.address.url, call.target, refusal)
+                    is_told = True
                 servers.move_on(server, refusal)
             if untried:
                 untried -= 1
             else:
                 untried = len(servers) - 1
                 await self._pause(pause_s)
+
+    def _producers_own(self, connect: Callable[..., Any], **options: Any) -> Any:
+        """Return a connection of a producer's own. It knows if this one has found a leader."""
+        made = connect(retry=self._retry.for_ever(), **options)
+        made._writes.have_led = self._writes.have_led
+        return made
 
     async def _pages(self, walk: Walk[T]) -> AsyncGenerator[Iterable[T], None]:
         call: Call[Any] | None = walk.first
@@ -202,7 +211,7 @@ class AsyncClient(Connection):
 
     def producer(self, topic: str, name: str | None = None, **options: Unpack[ProducerOptions]) -> AsyncProducer:
         """Return a producer as `Client.producer` does."""
-        return AsyncProducer(self, partial(self._connect_again, retry=self._retry.for_ever()), topic, name, options)
+        return AsyncProducer(self, partial(self._producers_own, self._connect_again), topic, name, options)
 
     def cursor(self, topic: str, name: str) -> AsyncCursor:
         """Return a read position that the server keeps (api §10). Its `put` makes it."""
@@ -275,7 +284,7 @@ class Client(Connection):
 
         A `name` is that of one writer of this topic: its next life shuts this one out and asks `last` where to go on.
         """
-        return Producer(self, partial(self._connect_again, retry=self._retry.for_ever()), topic, name, options)
+        return Producer(self, partial(self._producers_own, self._connect_again), topic, name, options)
 
     def cursor(self, topic: str, name: str) -> Cursor:
         """Return a read position that the server keeps (api §10). Its `put` makes it."""

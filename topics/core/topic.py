@@ -134,7 +134,8 @@ class Topic:
         seq = self.idempotency.last_seq_of(producer)
         if seq is not None:
             return self.restored_seq <= seq < self.lost_tail_seq
-        may_forget = self.recreated or self.had_ram_records or self.config.durability == "ephemeral"
+        is_recreated = self.recreated and not self.restored_seq
+        may_forget = is_recreated or self.had_ram_records or self.config.durability == "ephemeral"
         return may_forget or self.lost_tail_seq > self.restored_seq
 
     def commit_ts(self, now_ms: int) -> int:

@@ -295,7 +295,11 @@ def reload(data_dir: str, timeout_ms: int) -> int | None:
                     raise ReloadRefused
                 if all_use_newest_keys(page):
                     return pid
-            elif page is None or page.header.get("state") == ProcessState.STOPPED:
+            elif (
+                page is None
+                or page.header.get("state") == ProcessState.STOPPED
+                or page.header.get("supervisor_pid") != pid  # of a service that was killed
+            ):
                 newer = reader.page()
                 if newer is not None and newer.header.get("started_ms") not in (0, life):
                     page, life, reloads, serial = newer, newer.header.get("started_ms"), 0, 0

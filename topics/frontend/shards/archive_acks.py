@@ -48,7 +48,7 @@ class ArchiveAcks:
         """Wait until the archive has all that these shards have committed so far. Raise `503` after the longest time:
         the records are on this machine's disk then, and perhaps never in the archive.
         """
-        words = [(shard, self._shards[shard].get("committed")) for shard in shards]
+        words = [(shard, self._shards[shard].get("committed")) for shard in set(shards)]
         if words and not self._control.has_archiver:
             raise self._refused("this service has no archive any more: set TOPICS_ARCHIVE_URL, or choose a class")
         if behind := [(shard, word) for shard, word in words if self._control.shipped(shard) < word]:

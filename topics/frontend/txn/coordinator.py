@@ -69,9 +69,12 @@ class Stages:
         """Have these stages be this batch's, on the disk; return their ids then. Another batch's is not found there."""
         claimed = [txn_files.claimed_id(stage, sink, batch) for stage in stages]
         try:
-            for stage, now in zip(stages, claimed, strict=True):
-                with contextlib.suppress(FileNotFoundError):
+            for stage, now in sorted(zip(stages, claimed, strict=True)):  # in one order: of several commits one has all
+                try:
                     self._fs.rename(self._path(stage), self._path(now))
+                except FileNotFoundError:
+                    if not self._fs.exists(self._path(now)):
+                        break  # another batch's: the shard refuses this one, which leaves it the others
             if claimed:
                 self._fs.fsync_dir(self._directory)
         except OSError as error:
