@@ -13,6 +13,7 @@ import pytest
 
 from tests.cases import case
 from tests.storage.faults import Crash, Fault, FaultyFileSystem
+from topics.storage.archive_objects import open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import LocalStore
 
@@ -104,6 +105,8 @@ def test_a_folder_that_has_gone_is_not_an_empty_one(tmp_path: Path, new: bool) -
             use()
     (tmp_path / "elsewhere").rename(tmp_path / "cold")
     assert store.list("") == [NAME]
+    with pytest.raises(FileNotFoundError, match=r"were put there: mount its disk or restore it: .*nowhere/archive"):
+        open_archive(OsFileSystem(), str(tmp_path / "nowhere"), new=False).list("")  # a new folder would be no way out
 
 
 def test_where_something_should_be_no_folder_is_made(tmp_path: Path) -> None:

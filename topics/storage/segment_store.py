@@ -24,6 +24,8 @@ from topics.storage.layout import TMP_SUFFIX
 WHOLE_OBJECT_MS: Final = 300_000
 """Time-out of a request to a bucket that may carry a whole segment."""
 DRAFT_S: Final = 86_400
+MOUNT: Final = "mount its disk or restore it"
+"""The way out where a folder is missing in which something is, and must be."""
 
 
 class SegmentSource(Protocol):
@@ -78,14 +80,23 @@ class LocalStore:
     after a `put` the caller removes the file that the object was made of.
 
     `new` says that it has no objects yet, so the first `put` makes the folder. Once it was seen, or if it should have
-    some, a missing folder is an error: its disk may not be mounted. A `put` would write to another one.
+    some, a missing folder is an error with `way_out`: its disk may not be mounted. A `put` would write to another one.
     """
 
-    def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None, *, new: bool = True) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: str,
+        apart_from: str | None = None,
+        *,
+        new: bool = True,
+        way_out: str = f"{MOUNT}; only if they are lost for good, create this folder again and restart the service",
+    ) -> None:
         self._fs = fs
         self._root = root
         self._apart_from = apart_from
         self._new = new
+        self._way_out = way_out
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         path = self._path(name)
@@ -132,12 +143,8 @@ class LocalStore:
         """Return whether the folder is there. Raise FileNotFoundError if it should be."""
         is_there = self._fs.exists(self._root)
         if not is_there and not self._new:
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "is missing, and objects were put there: mount its disk or restore it; only if they are lost for good,"
-                " create this folder again and restart the service",
-                self._root,
-            )
+            reason = f"is missing, and objects were put there: {self._way_out}"
+            raise FileNotFoundError(errno.ENOENT, reason, self._root)
         self._new &= not is_there
         return is_there
 
