@@ -62,7 +62,7 @@ def open_archive(fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS, 
         place = unquote(urlsplit(place).path)
     if "://" in place:
         return BucketStore(f"{place.rstrip('/')}/archive", timeout_ms)
-    return LocalStore(fs, os.path.join(place, "archive"), new=new, way_out=MOUNT)
+    return LocalStore(fs, os.path.join(os.path.abspath(place), "archive"), new=new, way_out=MOUNT)
 
 
 class FileRef(msgspec.Struct, frozen=True):
