@@ -199,6 +199,41 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
 
 
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_an_object_is_created_where_the_drafts_are_of_another_user(tmp_path: Path, call: str) -> None:
+    """Who made the folder of the drafts first, root with a restore, say, shut out the archiver."""
+
+    class Denying(OsFileSystem):
+        def mkdir(self, path: str) -> None:
+            self._look(path, "mkdir")
+            super().mkdir(path)
+
+        def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+            self._look(path, "open")
+            return super().open(path, flags, mode)
+
+        def _look(self, path: str, called: str) -> None:
+            if called == call and "/drafts" in path:
+                raise PermissionError(errno.EACCES, "no", path)
+
+    store = LocalStore(Denying(), str(tmp_path / "a"))
+    assert [store.create("g/1", content) for content in (b"first", b"second")] == [True, False]
+    assert store.read_range("g/1", 0, 5) == b"first"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["1"]
+
+
+def test_an_object_is_created_though_the_last_one_beside_it_is_deleted_meanwhile(tmp_path: Path) -> None:
+    class Emptied(OsFileSystem):
+        def link(self, source: str, target: str) -> None:
+            LocalStore(OsFileSystem(), str(tmp_path / "a")).delete("g/1")
+            super().link(source, target)
+
+    store = LocalStore(Emptied(), str(tmp_path / "a"))
+    assert LocalStore(OsFileSystem(), str(tmp_path / "a")).create("g/1", b"first")
+    assert store.create("g/2", b"second")
+    assert store.list("g/") == ["g/2"]
+
+
 def test_a_draft_that_a_killed_create_left_goes(tmp_path: Path) -> None:
     """It stayed for ever. One that is young may be of somebody who is about to make an object of it."""
     root = tmp_path / "archive"

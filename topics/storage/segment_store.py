@@ -109,16 +109,26 @@ class LocalStore:
         """Make the object durably. Return False, and leave it alone, if there is one already. It takes no lock: one who
         stands still while it makes an object holds up nobody.
         """
-        path = self._path(name)
-        draft = self._path(f"drafts/{secrets.token_hex(8)}{TMP_SUFFIX}")
+        path, own = self._path(name), f"{secrets.token_hex(8)}{TMP_SUFFIX}"
+        try:
+            return self._create(path, self._path(f"drafts/{own}"), content)
+        except PermissionError:  # the drafts are another user's
+            return self._create(path, f"{path}.{own}", content)
+
+    def _create(self, path: str, draft: str, content: Bytes) -> bool:
         for made in (draft, path):
             self._make_directory(os.path.dirname(made))
         try:
             with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
                 self._fs.fdatasync(fd)
-            self._remove_old_drafts(draft)
-            self._fs.link(draft, path)  # of two that make the same object one is first
+            if os.path.dirname(draft) != os.path.dirname(path):
+                self._remove_old_drafts(draft)
+            try:
+                self._fs.link(draft, path)  # of two that make the same object one is first
+            except FileNotFoundError:  # a `delete` has removed the directory, which was empty
+                self._make_directory(os.path.dirname(path))
+                self._fs.link(draft, path)
         except FileExistsError:
             return False
         finally:
@@ -142,6 +152,9 @@ class LocalStore:
     def _is_there(self) -> bool:
         """Return whether the folder is there. Raise FileNotFoundError if it should be."""
         is_there = self._fs.exists(self._root)
+        if not is_there:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self._fs.listdir(self._root)  # raises if nobody can tell
         if not is_there and not self._new:
             reason = f"is missing, and objects were put there: {self._way_out}"
             raise FileNotFoundError(errno.ENOENT, reason, self._root)
