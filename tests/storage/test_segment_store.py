@@ -201,7 +201,7 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("call", ["mkdir", "open"])
 def test_an_object_is_created_where_the_drafts_are_of_another_user(tmp_path: Path, call: str) -> None:
-    """Who made the folder of the drafts first, root with a restore, say, shut out the archiver."""
+    """Root made the folder of the drafts with a restore, say, and the archiver could create nothing any more."""
 
     class Denying(OsFileSystem):
         def mkdir(self, path: str) -> None:
