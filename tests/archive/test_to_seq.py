@@ -10,8 +10,9 @@ import pytest
 from tests.archive.test_borrowing import FS, ship
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from topics.archive.inspection import check, prune
 from topics.archive.restoring import NotThereError, WantedMoment, plan
-from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.archive_objects import Archive, generation_name, open_archive
 
 
 class Twice:
@@ -54,6 +55,18 @@ def test_a_record_is_found_in_whichever_generation_has_it(tmp_path: Path) -> Non
     assert {seq: archive.generation_with(seq) for seq in (1, 10, 16, 20)} == {1: 1, 10: 1, 16: 1, 20: 1}
     with pytest.raises(NotThereError, match="has no record 21"):
         archive.generation_with(21)
+
+
+def test_a_pruning_leaves_alone_what_has_lost_the_object_of_its_generation(tmp_path: Path) -> None:
+    """It removed all bases, and the files of them: what could be had once that object was there again."""
+    archive, objects = Twice(tmp_path).archive, tmp_path / "archive" / "archive"
+    kept = objects.rename(tmp_path / "kept")
+    shutil.copytree(kept, objects)
+    (objects / generation_name(1)).unlink()
+    prune(archive, 0)
+    shutil.copy(kept / generation_name(1), objects / generation_name(1))
+    assert check(archive, lambda _done, _total: None) == []
+    assert plan(archive, WantedMoment(topic="t", seq=20)).generation.number == 1
 
 
 def test_a_seq_that_two_records_had_names_the_moments_of_both(tmp_path: Path) -> None:
