@@ -19,7 +19,7 @@ from tests.harness import Service, poll
 from tests.walshard.rig import Rig, TestClock
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.follow_note import read_note
+from topics.storage.follow_note import read_note, write_note
 
 
 @pytest.mark.long
@@ -73,13 +73,16 @@ def test_there_is_nothing_to_take_over(tmp_path: Path) -> None:
     assert not (tmp_path / "archive").exists()
 
 
-def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path) -> None:
-    """It took the archive for pruned when it was told to take over, and began to copy it once more: first it removed
-    the copy that it had.
+@pytest.mark.parametrize("has_folder", [False, True])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path, has_folder: bool, begins: bool) -> None:
+    """It took the archive for pruned when it was told to take over, or began where its leader had told more than that
+    had, and began to copy it once more: first it removed the copy that it had.
     """
+    fs, place = OsFileSystem(), tmp_path / "archive/archive"
     leader = Rig(str(tmp_path / "leader"))
     leader.append("t", b"1", b"2")
-    archive = Archive(open_archive(OsFileSystem(), str(tmp_path / "archive")))
+    archive = Archive(open_archive(fs, str(tmp_path / "archive")))
     ship(leader, archive)
 
     def tell(url: str, ends: object) -> bytes | None:
@@ -91,16 +94,27 @@ def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path) -> 
     try:
         for _ in range(4):
             rig.advance()
-        noted = read_note(OsFileSystem(), data_dir)
+        noted = read_note(fs, data_dir)
         assert noted is not None
         assert noted.piece
-        (tmp_path / "archive/archive").rename(tmp_path / "away")
-        rig.follower.promote.set()
+        place.rename(tmp_path / "away")
+        if has_folder:
+            place.mkdir()
+        if begins:
+            noted = msgspec.structs.replace(noted, told=[0])
+            write_note(fs, data_dir, noted)
+            rig.archive = Archive(open_archive(fs, str(tmp_path / "archive"), new=False))
+            rig.follower_dies()
+        else:
+            rig.follower.promote.set()
         for _ in range(3):
             rig.follower.step()
             assert rig.follower.exit_code is None
-        assert read_note(OsFileSystem(), data_dir) == msgspec.structs.replace(noted, fence_id=rig.replica.note.fence_id)
-        (tmp_path / "away").rename(tmp_path / "archive/archive")
+        assert read_note(fs, data_dir) == msgspec.structs.replace(noted, fence_id=rig.replica.note.fence_id)
+        if has_folder:
+            place.rmdir()
+        (tmp_path / "away").rename(place)
+        rig.follower.promote.set()
         rig.follower.step()
         assert rig.replica.note.leads
     finally:

@@ -119,10 +119,12 @@ def test_a_record_that_is_deleted_by_the_index_alone_is_not_left_out(tmp_path: P
     idx.write_bytes(content)
     with pytest.raises(CorruptSegment, match=rf"idx.* offset {7 * ENTRY_LEN}: seq {FIRST_SEQ + 7} is deleted here"):
         rewrite(FS, directory, info)
-    damaged = bytearray(data.read_bytes())
-    damaged[-3 * (info.data_bytes // 10) + 32] ^= 1
-    data.write_bytes(damaged)
-    assert rewrite(FS, directory, info).data_bytes == 3 * info.data_bytes // 10
+    whole, frame = data.read_bytes(), info.data_bytes // 10
+    for at, mask in ((-3 * frame + 32, 1), (-2 * frame - 1, 0xD4)):  # a frame, and a mark that was one
+        damaged = bytearray(whole)
+        damaged[at] ^= mask
+        data.write_bytes(damaged)
+        assert rewrite(FS, directory, info).data_bytes == 3 * frame
 
 
 def test_a_damaged_frame_is_found_wherever_it_is(tmp_path: Path) -> None:

@@ -135,6 +135,18 @@ def test_the_file_of_another_segment_is_found(tmp_path: Path, first_seq: int, re
         Postings.open(str(tmp_path), FIRST_SEQ, 1)
 
 
+def test_where_no_topic_is_named_the_file_is_of_any(tmp_path: Path) -> None:
+    """A whole file counted as one of another topic in a directory under another name, a copy of it, say."""
+    directory = tmp_path / os.path.basename(layout.topic_dir("", 7))
+    directory.mkdir()
+    write_postings(OsFileSystem(), str(directory), FIRST_SEQ, 1, [(FIRST_SEQ, b"a")])
+    copy = directory.rename(tmp_path / "copy")
+    assert list(Postings.open(str(copy), FIRST_SEQ, 1).items()) == [(b"a", [FIRST_SEQ])]
+    other = copy.rename(tmp_path / os.path.basename(layout.topic_dir("", 8)))
+    with pytest.raises(CorruptPostings, match="of another topic"):
+        Postings.open(str(other), FIRST_SEQ, 1)
+
+
 def test_a_segment_that_is_not_sealed_has_none(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Postings.open(str(tmp_path), FIRST_SEQ, 0)

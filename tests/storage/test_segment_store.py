@@ -13,6 +13,7 @@ import pytest
 
 from tests.cases import case
 from tests.storage.faults import Crash, Fault, FaultyFileSystem
+from topics.storage.archive_objects import open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import LocalStore
 
@@ -104,6 +105,8 @@ def test_a_folder_that_has_gone_is_not_an_empty_one(tmp_path: Path, new: bool) -
             use()
     (tmp_path / "elsewhere").rename(tmp_path / "cold")
     assert store.list("") == [NAME]
+    with pytest.raises(FileNotFoundError, match=r"were put there: mount its disk or restore it: .*nowhere/archive"):
+        open_archive(OsFileSystem(), str(tmp_path / "nowhere"), new=False).list("")  # a new folder would be no way out
 
 
 def test_where_something_should_be_no_folder_is_made(tmp_path: Path) -> None:
@@ -194,6 +197,41 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
     assert first.read_range("g/1", 0, 6) == b"second"
     assert first.list("g/") == ["g/1"]
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_an_object_is_created_where_the_drafts_are_of_another_user(tmp_path: Path, call: str) -> None:
+    """Root made the folder of the drafts with a restore, say, and the archiver could create nothing any more."""
+
+    class Denying(OsFileSystem):
+        def mkdir(self, path: str) -> None:
+            self._look(path, "mkdir")
+            super().mkdir(path)
+
+        def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+            self._look(path, "open")
+            return super().open(path, flags, mode)
+
+        def _look(self, path: str, called: str) -> None:
+            if called == call and "/drafts" in path:
+                raise PermissionError(errno.EACCES, "no", path)
+
+    store = LocalStore(Denying(), str(tmp_path / "a"))
+    assert [store.create("g/1", content) for content in (b"first", b"second")] == [True, False]
+    assert store.read_range("g/1", 0, 5) == b"first"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["1"]
+
+
+def test_an_object_is_created_though_the_last_one_beside_it_is_deleted_meanwhile(tmp_path: Path) -> None:
+    class Emptied(OsFileSystem):
+        def link(self, source: str, target: str) -> None:
+            LocalStore(OsFileSystem(), str(tmp_path / "a")).delete("g/1")
+            super().link(source, target)
+
+    store = LocalStore(Emptied(), str(tmp_path / "a"))
+    assert LocalStore(OsFileSystem(), str(tmp_path / "a")).create("g/1", b"first")
+    assert store.create("g/2", b"second")
+    assert store.list("g/") == ["g/2"]
 
 
 def test_a_draft_that_a_killed_create_left_goes(tmp_path: Path) -> None:

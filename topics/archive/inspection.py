@@ -247,9 +247,13 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
             archive.store.delete(generation_name(generation))
             gone("generations")
     for number in set(range(1, newest)).difference(found.generation.number for found in every):
-        # An archiver that stood still while its generation was pruned may have put more of a base since.
+        # An archiver that stood still while its generation was pruned may have put more of a base since. Where a base
+        # has its piece nothing was pruned: the generation's object is lost.
+        if archive.has_generation(number) or any(archive.has_piece(number, base) for base in archive.bases(number)):
+            continue
         kinds = (base_name(number, 0)[:-12], file_name(number, ""))
-        names = [] if archive.has_generation(number) else [name for kind in kinds for name in archive.store.list(kind)]
+        names = [name for kind in kinds for name in archive.store.list(kind)]
+        total += len(names)
         for name in names:
             archive.store.delete(name)
             gone(name)

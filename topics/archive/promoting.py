@@ -69,6 +69,7 @@ def promote(replica: Replica, clock: Clock, by: str) -> None:
     if not replica.note.fence_id:
         replica.keep_note(fence_id=secrets.token_hex(8))
     generation = replica.note.generation
+    replica.require_archive()
     if not replica.archive.has_generation(generation):
         raise _given_up(replica, f"generation {generation} of the archive is pruned: it goes on elsewhere")
     _close(replica, generation, replica.laid_piece, clock, by)

@@ -12,6 +12,7 @@ what was told.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -297,7 +298,14 @@ class Replica:
         write_note(self._fs, self._data_dir, note)
         self.note = note
 
+    def require_archive(self) -> None:
+        """Raise OSError if nothing of an archive is where the leader had one: what is missing there is not pruned."""
+        if not self.archive.generations():
+            reason = "has no archive now, and this service follows it: mount its disk or restore it"
+            raise FileNotFoundError(errno.ENOENT, reason, self.archive.store.place(""))
+
     def _ends_of_piece(self) -> list[LogEnd]:
+        self.require_archive()
         try:
             piece, _ = self.archive.piece(self.note.generation, self.laid_piece)
         except ArchiveDamagedError as error:

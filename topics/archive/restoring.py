@@ -16,7 +16,7 @@ import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -45,6 +45,8 @@ from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.storage.segment import read_columns
 from topics.storage.snapshot import decode_parts
+
+_NO_BASE: Final = "the archive was begun, but its first base is not complete"
 
 log = get_logger()
 
@@ -107,7 +109,7 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
                 return Plan(archive.generation(number), base, bytes(body), moment)
             last = base_no - 1
     if earliest_ms is None:
-        raise NotThereError(f"{place}: the archive was begun, but its first base is not complete")
+        raise NotThereError(f"{place}: {_NO_BASE}")
     raise NotThereError(f"{place}: {wanted.ts_ms} is before the first moment, which is of {earliest_ms}")
 
 
@@ -124,16 +126,32 @@ def _moment(archive: Archive, generation: int, base_no: int, numbers: Iterable[i
 
 def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) -> Plan:
     """Find the first moment with a record, in whichever generation. A directory that went back may have given its seq
-    to another record (decision 23): the two are told apart by their times. Raise NotThereError.
+    to another record (decision 23): the two are told apart by their times. One that is damaged is passed over where
+    another one has the record. Raise NotThereError, ArchiveDamagedError.
     """
-    ways = [way for number in numbers if (way := _first_with(archive, number, topic, seq)) is not None]
-    known = {ts: found for found, ts in reversed(ways) if ts is not None}
+    ways: list[tuple[Plan, int | None]] = []
+    damaged: dict[int, ArchiveDamagedError] = {}
+    for number in numbers:
+        try:
+            way = _first_with(archive, number, topic, seq)
+        except ArchiveDamagedError as error:
+            damaged[number] = error
+            continue
+        ways += [] if way is None else [way]
+    place, known = archive.store.place(""), {ts: found for found, ts in reversed(ways) if ts is not None}
     if len(known) > 1:
         moments = " and ".join(f"--to-ts {found.moment.taken_ms}" for found in reversed(known.values()))
-        why = f"has had {len(known)} records {seq}, as its service went back; the first moments with them are {moments}"
-        raise NotThereError(f"{archive.store.place('')}: topic {topic!r} {why}")
+        why = "its service went back, or the topic was deleted and made again; the first moments with them are"
+        raise NotThereError(f"{place}: topic {topic!r} has had {len(known)} records {seq}: {why} {moments}")
     if not ways:
-        raise NotThereError(f"{archive.store.place('')}: topic {topic!r} has no record {seq}")
+        for damage in damaged.values():
+            raise damage
+        if not any(map(archive.bases, numbers)):
+            raise NotThereError(f"{place}: {_NO_BASE}")
+        raise NotThereError(f"{place}: topic {topic!r} has no record {seq}")
+    for number, damage in damaged.items():
+        what = "a generation cannot be read, and may have had another record of this seq"
+        log.warning(what, generation=number, reason=str(damage))
     return next(iter(known.values()), ways[0][0])
 
 

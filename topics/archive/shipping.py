@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from topics.archive.ownership import OtherShipperError, close_former, newest_generation, require_own, require_there
 from topics.core.clock import Clock
+from topics.log import get_logger
 from topics.storage.archive_objects import (
     Archive,
     ArchiveStore,
@@ -51,6 +52,8 @@ PIECE_BYTES: Final = 4 << 20
 BASE_TRIES: Final = 20
 COPIERS: Final = 8
 """Segments that are copied at a time: most of the time of a bucket is waiting."""
+
+log = get_logger()
 
 
 class NoMomentError(Exception):
@@ -170,8 +173,8 @@ class Shipper:
         notes_place: bool = False,
     ) -> None:
         """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory.
-        `leader_url` is where the service answers, for those who follow it. `notes_place`: it begins no archive where
-        it has noted one and nothing is; a backup may.
+        `leader_url` is where the service answers, for those who follow it. `notes_place`: from now on the service has
+        its archive here, and nobody begins another one for it where nothing is.
         """
         self._archive = archive
         self._store = archive.store
@@ -203,8 +206,7 @@ class Shipper:
         """
         numbers = self._archive.generations()  # once: a generation that somebody begins after this look is met below
         fs, data_dir = self._origin.fs, self._origin.data_dir
-        if self._notes_place:
-            require_there(self._archive, numbers, fs, data_dir)
+        require_there(self._archive, numbers, fs, data_dir)
         newest = newest_generation(self._archive, numbers, self._service_id)
         is_open = False
         if newest is not None:
@@ -219,7 +221,10 @@ class Shipper:
             self._new_generation(number, logs, _former_ids(newest, self._service_id))
             close_former(self._archive, number - 1, self._clock, self._service_id)
         if self._notes_place:
-            keep_archive_place(fs, data_dir, self._store.place(""))
+            try:
+                keep_archive_place(fs, data_dir, self._store.place(""))
+            except OSError as error:  # the archive is here all the same
+                log.warning("where the archive is cannot be noted, which the next start repeats", reason=str(error))
 
     @property
     def is_based(self) -> bool:

@@ -31,7 +31,7 @@ from topics.storage.bucket_store import BucketStore
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import CHECKSUM_LEN, Bytes
 from topics.storage.logfile import WalPosition
-from topics.storage.segment_store import WHOLE_OBJECT_MS, LocalStore, SegmentStore
+from topics.storage.segment_store import MOUNT, WHOLE_OBJECT_MS, LocalStore, SegmentStore
 
 MAGIC: Final = b"topicARC"
 VERSION: Final = 1
@@ -62,7 +62,7 @@ def open_archive(fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS, 
         place = unquote(urlsplit(place).path)
     if "://" in place:
         return BucketStore(f"{place.rstrip('/')}/archive", timeout_ms)
-    return LocalStore(fs, os.path.join(place, "archive"), new=new)
+    return LocalStore(fs, os.path.join(os.path.abspath(place), "archive"), new=new, way_out=MOUNT)
 
 
 class FileRef(msgspec.Struct, frozen=True):

@@ -134,7 +134,8 @@ class Postings:
         """Return why this is the file of another segment than that of so many records, None if it is not."""
         if (self.first_seq, self.records) != (first_seq, records):
             return f"is of {self.records} records from seq {self.first_seq}, not of {records} from {first_seq}"
-        return "is of a segment of another topic" if self.topic not in (0, _topic_word(directory)) else None
+        is_other = 0 not in (own := _topic_word(directory), self.topic) and own != self.topic
+        return "is of a segment of another topic" if is_other else None
 
     def find(self, match: Match) -> list[int]:
         """Return the seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""

@@ -295,14 +295,15 @@ def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_s
         buffer, part = data[base : starts[behind]], columns.part(at, behind)
         check_frames(data_path, buffer, base, first_seq + at, part, places)
         if marked and (seq := _unmarked(buffer, first_seq + at, part, places)) is not None:
-            raise CorruptSegment(idx.path, (seq - first_seq) * ENTRY_LEN, f"seq {seq} is deleted here, its frame lives")
+            reason = f"seq {seq} is deleted here, its frame lives: restore this file from a backup"
+            raise CorruptSegment(idx.path, (seq - first_seq) * ENTRY_LEN, reason)
         at = behind
 
 
 def _unmarked(buffer: bytes, first_seq: int, columns: Columns, starts: list[int]) -> int | None:
     """Return the first record that is deleted by its entry alone, though its frame is whole and so could be marked."""
     for number, (flags, length) in enumerate(zip(columns.flags, columns.lengths, strict=True)):
-        if flags & LOCATION_DELETED and length and buffer[starts[number] + length - 1] != DELETED:
+        if flags & LOCATION_DELETED and length and not buffer[starts[number] + length - 1]:
             alive = columns.part(number, number + 1)._replace(flags=[flags & ~LOCATION_DELETED])
             with suppress(CorruptSegment):
                 check_frames("", buffer, 0, first_seq + number, alive, starts[number : number + 1])

@@ -115,7 +115,8 @@ class SegmentCheck:
             reason = f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}"
             self._report.damaged(FileKind.SEGMENT, idx_path, reason)
         whole: SegmentReader | None = None
-        unmarked = None if info.flags & COLD else deleted
+        here = deleted[bisect_left(deleted, info.first_seq) : bisect_left(deleted, info.last_seq + 1)]
+        unmarked = None if info.flags & COLD else frozenset(here)
         reported: set[tuple[str, int]] = set()
         places = self._data_places(topic_id, directory, info)
         for defect in () if places else bare.damage(None, has_data=False):

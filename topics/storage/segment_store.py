@@ -24,6 +24,8 @@ from topics.storage.layout import TMP_SUFFIX
 WHOLE_OBJECT_MS: Final = 300_000
 """Time-out of a request to a bucket that may carry a whole segment."""
 DRAFT_S: Final = 86_400
+MOUNT: Final = "mount its disk or restore it"
+"""The way out where a folder is missing in which something is, and must be."""
 
 
 class SegmentSource(Protocol):
@@ -78,14 +80,23 @@ class LocalStore:
     after a `put` the caller removes the file that the object was made of.
 
     `new` says that it has no objects yet, so the first `put` makes the folder. Once it was seen, or if it should have
-    some, a missing folder is an error: its disk may not be mounted. A `put` would write to another one.
+    some, a missing folder is an error with `way_out`: its disk may not be mounted. A `put` would write to another one.
     """
 
-    def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None, *, new: bool = True) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: str,
+        apart_from: str | None = None,
+        *,
+        new: bool = True,
+        way_out: str = f"{MOUNT}; only if they are lost for good, create this folder again and restart the service",
+    ) -> None:
         self._fs = fs
         self._root = root
         self._apart_from = apart_from
         self._new = new
+        self._way_out = way_out
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         path = self._path(name)
@@ -98,16 +109,26 @@ class LocalStore:
         """Make the object durably. Return False, and leave it alone, if there is one already. It takes no lock: one who
         stands still while it makes an object holds up nobody.
         """
-        path = self._path(name)
-        draft = self._path(f"drafts/{secrets.token_hex(8)}{TMP_SUFFIX}")
+        path, own = self._path(name), f"{secrets.token_hex(8)}{TMP_SUFFIX}"
+        try:
+            return self._create(path, self._path(f"drafts/{own}"), content)
+        except PermissionError:  # the drafts are another user's
+            return self._create(path, f"{path}.{own}", content)
+
+    def _create(self, path: str, draft: str, content: Bytes) -> bool:
         for made in (draft, path):
             self._make_directory(os.path.dirname(made))
         try:
             with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
                 self._fs.fdatasync(fd)
-            self._remove_old_drafts(draft)
-            self._fs.link(draft, path)  # of two that make the same object one is first
+            if os.path.dirname(draft) != os.path.dirname(path):
+                self._remove_old_drafts(draft)
+            try:
+                self._fs.link(draft, path)  # of two that make the same object one is first
+            except FileNotFoundError:  # a `delete` has removed the directory, which was empty
+                self._make_directory(os.path.dirname(path))
+                self._fs.link(draft, path)
         except FileExistsError:
             return False
         finally:
@@ -131,13 +152,12 @@ class LocalStore:
     def _is_there(self) -> bool:
         """Return whether the folder is there. Raise FileNotFoundError if it should be."""
         is_there = self._fs.exists(self._root)
+        if not is_there:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self._fs.listdir(self._root)  # raises if nobody can tell
         if not is_there and not self._new:
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "is missing, and objects were put there: mount its disk or restore it; only if they are lost for good,"
-                " create this folder again and restart the service",
-                self._root,
-            )
+            reason = f"is missing, and objects were put there: {self._way_out}"
+            raise FileNotFoundError(errno.ENOENT, reason, self._root)
         self._new &= not is_there
         return is_there
 

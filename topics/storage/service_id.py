@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import secrets
+from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
@@ -87,9 +88,11 @@ def archive_place(fs: FileSystem, data_dir: str) -> str | None:
 
 
 def keep_archive_place(fs: FileSystem, data_dir: str, place: str) -> None:
-    """Note where the service ships its archive, durably. Raise OSError."""
-    if archive_place(fs, data_dir) != place:
-        write_note_file(fs, data_dir, ARCHIVE_NAME, msgspec.json.encode(_ArchiveNote(place)))
+    """Note where the service ships its archive, durably; a damaged note is replaced. Raise OSError."""
+    with suppress(OSError):
+        if archive_place(fs, data_dir) == place:
+            return
+    write_note_file(fs, data_dir, ARCHIVE_NAME, msgspec.json.encode(_ArchiveNote(place)))
 
 
 def describe(service_id: str, data_dir: str) -> str:
