@@ -9,7 +9,8 @@ from tests.executors import Inline
 from tests.storage.faults import FaultyFileSystem
 from tests.storage.page_cache import PageCache
 from tests.walshard.rig import Rig, TestClock
-from topics.archive.follow_main import PATH, Follower, LeaderAwayError, LeaderTail
+from topics.archive.follow_main import Follower
+from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
 from topics.archive.promoting import finish_promotion, is_promotion_due, settle_role
 from topics.archive.replica import Replica, begin_anew
 from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, Role

@@ -70,13 +70,13 @@ def test_a_base_that_takes_long_has_nobody_wait_for_the_interval(tmp_path: Path)
     place = tmp_path / "archive"
     command = patched(
         tmp_path / "patched",
-        "from topics.archive import archiver, shipping",
+        "from topics.archive import archiver, base_files",
         "archiver.PIECE_BYTES, archiver.BASE_PIECES = 1000, 1",
-        "copy, copied = shipping.BaseFiles.copy, []",
+        "copy, copied = base_files.BaseFiles.copy, []",
         "def stuck(files):",
         "    copied.append(files)",
         "    return copy(files) if len(copied) == 1 else files._is_over.wait()",
-        "shipping.BaseFiles.copy = stuck",
+        "base_files.BaseFiles.copy = stuck",
     )
     with Service(env=shipping(place, ARCHIVE_INTERVAL_MS=3_600_000), command=command) as service:
         poll("a first base", lambda: archiver(service)["bases"] == 1)

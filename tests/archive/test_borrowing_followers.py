@@ -21,8 +21,8 @@ from tests.cases import case
 from tests.executors import Hanging, Inline
 from tests.storage.faults import Crash, Fault
 from topics.archive import borrowing, follow_main, replica, shipping
+from topics.archive.base_files import BaseFiles
 from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.shipping import BaseFiles
 from topics.shm.control import Role
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem

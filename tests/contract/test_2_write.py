@@ -137,6 +137,15 @@ def test_what_inline_config_is_ignored_is_not_judged(client: httpx.Client, topic
     assert state(client, topic)["config"]["ttl_ms"] == 7_000_000
 
 
+@pytest.mark.parametrize(("config", "field"), [(5, "config"), ([1], "config"), ({"ttl_ms": "x"}, "ttl_ms")])
+def test_what_is_wrong_with_an_inline_config_is_named(
+    client: httpx.Client, topic: str, config: Any, field: str
+) -> None:
+    """`$.ttl_ms` of "the body" named nothing that the body has."""
+    error = refused(post(client, topic, {"records": [{"data": 1}], "config": config}), 400, "invalid_request")
+    assert (error["detail"]["field"], error["message"].split()[0]) == (field, "config")
+
+
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 5000], ids=["huge", "small", "long"])
 def test_inline_config_with_a_number_that_json_cannot_hold(service: Service, topic: str, number: str) -> None:
     json_type = {"content-type": "application/json"}

@@ -208,7 +208,7 @@ def test_a_shard_that_does_not_answer_is_asked_once_for_the_cursors_of_all_its_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was waited for once for each topic, an hour for the most there may be, and everybody who sorts behind it.
-    What was seen then was kept 50 times as long.
+    The ranking was then kept for 50 times as long as that had taken.
     """
     monkeypatch.setattr(topic_ranking, "KEPT_MIN_S", 0.001)
     monkeypatch.setattr(topic_ranking, "KEPT_TIMES", 500)
@@ -221,7 +221,7 @@ def test_a_shard_that_does_not_answer_is_asked_once_for_the_cursors_of_all_its_t
             asked.extend([request.name] * isinstance(request, CursorGet))
             return submit(shard, request, *more, **options)
 
-        live.gateway.submit = count  # type: ignore[method-assign]
+        monkeypatch.setattr(live.gateway, "submit", count)
         for name in ("a", "b", "c"):
             await live.write(name)
             await live.gateway.call(0, CursorPut(name, "c", None, None, 0, False))

@@ -8,9 +8,10 @@ from contextlib import suppress
 from threading import Event
 from typing import Final, NamedTuple
 
+from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
 from topics.archive.ownership import OtherShipperError, TakenOverError
-from topics.archive.shipping import PIECE_BYTES, BaseFiles, NoMomentError, Shipped, Shipper
+from topics.archive.shipping import PIECE_BYTES, NoMomentError, Shipped, Shipper
 from topics.core.clock import Clock, doubled_ms
 from topics.log import get_logger
 from topics.shm.control import ControlPage, Role, log_bytes

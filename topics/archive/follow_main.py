@@ -7,19 +7,16 @@ hang.
 
 from __future__ import annotations
 
-import http.client
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
-from urllib.parse import urlsplit
-
-import msgspec
 
 from topics.archive.archiver import LEADER_SIGN_MS
+from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.main import REQUEST_MS, STOP, told_to_stop
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
@@ -29,7 +26,7 @@ from topics.settings import Settings
 from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, LogEnd, Piece, decode, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, open_archive
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
@@ -39,75 +36,10 @@ LOOK_MS: Final = 10_000
 RETRY_MS: Final = (200, 10_000)
 TOLD_S: Final = 0.025
 """The pause after each answer of the leader: what it costs is bounded."""
-WAIT_MS: Final = 200
-"""The time that the leader waits for news. While there is none, what is shown is at most that old."""
-TIMEOUT_S: Final = 1.5
-"""For each read of an answer: a leader that stands still holds up a takeover for so long."""
-LEADER_MS: Final = (500, 10_000)
-PATH: Final = "/v0/archive/tail"
 
 log = get_logger()
 
 _FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
-
-
-class LeaderAwayError(Exception):
-    """The leader tells nothing now; the message says why. The archive has it later."""
-
-
-class LeaderTail:
-    """One connection to the leader. Owns it, and the pauses between tries when it fails."""
-
-    def __init__(self, key: str | None, clock: Clock) -> None:
-        """`key` is one that may read everything, None if the leader asks for none."""
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._clock = clock
-        self._connection: http.client.HTTPConnection | None = None
-        self._url = ""
-        self._failures = 0
-        self._not_before_ms = 0
-
-    def is_due(self, url: str) -> bool:
-        """Return whether the leader at this address is to be asked now."""
-        if url != self._url:
-            self.give_up()
-            self._url, self._failures, self._not_before_ms = url, 0, 0
-        return bool(url) and self._clock.monotonic_ms() >= self._not_before_ms
-
-    def ask(self, ends: Sequence[LogEnd]) -> tuple[Piece, memoryview]:
-        """Return what the leader's logs have behind these ends. Raise LeaderAwayError; then ask later."""
-        try:
-            found = self._ask(msgspec.json.encode({"ends": ends, "wait_ms": WAIT_MS}))
-        except (OSError, http.client.HTTPException, ArchiveDamagedError) as error:
-            self.give_up()
-            # It is left alone for a while, which doubles each time.
-            self._not_before_ms = self._clock.monotonic_ms() + doubled_ms(LEADER_MS[0], self._failures, LEADER_MS[1])
-            self._failures += 1
-            raise LeaderAwayError(f"{self._url}: {error or type(error).__name__}") from error
-        self._failures = 0
-        return found
-
-    def give_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _ask(self, body: bytes) -> tuple[Piece, memoryview]:
-        if self._connection is None:
-            self._connection = _connect(self._url)
-        self._connection.request("POST", PATH, body, self._headers)
-        answer = self._connection.getresponse()
-        content = answer.read()
-        if answer.status != 200:
-            raise OSError(f"answers {answer.status}: {content[:500].decode(errors='replace')}")
-        return decode(content, Piece, f"{self._url}{PATH}")
-
-
-def _connect(url: str) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    assert parts.hostname is not None, "the leader's settings have checked it"
-    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return connect(parts.hostname, parts.port, timeout=TIMEOUT_S)
 
 
 class Follower:

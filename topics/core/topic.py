@@ -64,7 +64,8 @@ class Topic:
     """True if it was `ephemeral` before."""
     lost_tail_seq: int = 0
     """Last seq that may have been given out before the log lost its end, 0 if it never did."""
-    restored_seq: int = 0  # the same before it was restored, or taken over
+    restored_seq: int = 0
+    """Last seq that may have been given out before a restore or a takeover lost the end, 0 if none did."""
     revision: int = 0
     """Revision of the last `Floors` in the log."""
     logged_floor: int = 1

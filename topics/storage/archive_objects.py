@@ -1,4 +1,14 @@
-"""The objects of an archive, and the store that has them. docs/storage-format.md ("Archive") lists them.
+"""The objects of an archive, and the store that has them. docs/storage-format.md ("Archive") is this page for readers
+in other languages.
+
+    generations/<8 digits>             one unbroken history of a service; the newest counts
+    g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
+    g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
+    g<8 digits>.files/<name>           a file of a segment, byte for byte
+    g<8 digits>.removals/<12 digits>   names of objects that are about to go, while they do
+    loans/<8 digits>-<12 digits>-<id>  a restored service reads files of this base, which nobody may remove
+    loans/<8 digits>-…-<id>.over       that loan counts for nothing, whenever its put arrives
+    drafts/<16 hex>.tmp                an object that is being made, in the folder of an archive that is one
 
 Every object is created once and never written over. So two services that ship into one generation
 cannot both succeed: the second one finds the number of its piece taken.

@@ -75,8 +75,11 @@ def check_counts(request: msgspec.Struct) -> None:
             raise invalid(f"{field} must be an integer from 0 to 2^64-1", field=field)
 
 
-def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes) -> ValueT:
-    """Return the decoded body. Raise `400` with the position where it is not JSON, or the field that is wrong."""
+def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str = "") -> ValueT:
+    """Return the decoded body, or this member of one. Raise `400` with the position where it is not JSON, or the field
+    that is wrong.
+    """
+    what = member or "the body"
     try:
         # msgspec checks the UTF-8 of what it decodes, not of `Raw` fields.
         if not body.isascii():
@@ -84,12 +87,13 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes) -> ValueT:
         return json_decoder.decode(body)
     except msgspec.ValidationError as error:
         message = str(error)
-        field = _FIELD.search(message)
-        raise invalid(f"the body does not fit: {message}", **({"field": field[1]} if field else {})) from None
+        found = _FIELD.search(message)
+        field = found[1] if found else member
+        raise invalid(f"{what} does not fit: {message}", **({"field": field} if field else {})) from None
     except msgspec.DecodeError as error:
         raise not_json(body, str(error)) from None
     except RecursionError:
-        raise invalid("the body is not accepted: its JSON is nested too deeply") from None
+        raise invalid(f"{what} is not accepted: its JSON is nested too deeply") from None
 
 
 def not_json(body: bytes, reason: str) -> TopicsError:

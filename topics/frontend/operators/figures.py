@@ -236,10 +236,8 @@ class ServiceFigures:
         restarts: list[Sample] = [(labels, cell.supervisor.get("restarts")) for labels, cell in every]
         exits: list[Sample] = [(labels, cell.supervisor.get("last_exit")) for labels, cell in every]
         since: list[Sample] = [(labels, cell.supervisor.get("since_ms") / 1000) for labels, cell in every]
-        now_ms, beats_ms = (
-            self._now_ms(),
-            {("supervisor", "0"): self._control.header.get("heartbeat_ms") or self._now_ms()},
-        )
+        now_ms = self._now_ms()
+        beats_ms = {("supervisor", "0"): self._control.header.get("heartbeat_ms") or now_ms}
         for labels, cell in every:
             is_ready = cell.get("state") == ProcessState.READY and cell.get("pid") == cell.supervisor.get("pid")
             beats_ms[labels] = cell.get("heartbeat_ms") if is_ready else now_ms

@@ -97,7 +97,7 @@ class AppendRoute:
         config, create = None, request.create
         if wire.given(request.config):
             try:
-                config = parse_config(wire.decode(wire.config_decoder, bytes(request.config)), name)[0]
+                config = parse_config(wire.decode(wire.config_decoder, bytes(request.config), "config"), name)[0]
                 self.archive_acks.check(config)
                 if config.dead_letter is not None:
                     caller.require(KeyScope.WRITE, (config.dead_letter,))
