@@ -41,7 +41,7 @@ from tests.archive.simulated import AT, FIRST_OBJECT, SimulatedBucket, Trouble
 from tests.executors import Inline
 from tests.storage.faults import Crash, Fault
 from tests.walshard.rig import TestClock
-from topics.archive import archiver, borrowing, directory_copy, follow_main, shipping
+from topics.archive import archiver, base_files, borrowing, directory_copy, follow_main, shipping
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.compactor import loan
@@ -847,7 +847,7 @@ def small_world() -> Iterator[None]:
             (origin, "TAIL_BYTES", origin.TAIL_BYTES // SCALE),
             (follow_main, "LOOK_MS", 2000),
             (directory_copy, "LOST_SEQS_MAX", LOST_SEQS_MAX),
-            (shipping, "ThreadPoolExecutor", _inline),
+            (base_files, "ThreadPoolExecutor", _inline),
             (directory_copy, "ThreadPoolExecutor", _inline),
             (borrowing, "BATCH_BYTES", 1),
             (borrowing, "BATCH_MS", BATCH_MS),
