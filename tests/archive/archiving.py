@@ -10,6 +10,8 @@ whole.
 from __future__ import annotations
 
 import os
+import random
+import secrets
 import shutil
 import tempfile
 from collections import Counter, defaultdict
@@ -84,6 +86,11 @@ assert {owner_shard(name, SHARDS) for name in TOGETHER} == set(range(SHARDS))
 class _SmallFollower(SmallLogs, FollowerRig): ...
 
 
+CHANCE: Final = random.Random(0)
+"""Makes up the names of a schedule, the same in each run: objects are listed, and so in trouble, in their order."""
+THIS_PROCESS: Final = os.getpid().to_bytes(4)
+
+
 class Archiving(RuleBasedStateMachine):
     """A service that leads, its archive in a simulated bucket, the one that led before, and up to two followers."""
 
@@ -94,6 +101,7 @@ class Archiving(RuleBasedStateMachine):
         grown=st.sampled_from(["", "shipped", "followed", "lent", "lent"]),
     )
     def begin(self, backlog: int, answers: bool, is_cold: bool = False, grown: str = "") -> None:
+        CHANCE.seed(0)
         self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
         self.bucket = AT[URL] = SimulatedBucket()
         self.bucket.sent = lambda name: lambda: self._note_created(name, {})
@@ -848,6 +856,7 @@ def small_world() -> Iterator[None]:
             (follow_main, "LOOK_MS", 2000),
             (directory_copy, "LOST_SEQS_MAX", LOST_SEQS_MAX),
             (base_files, "ThreadPoolExecutor", _inline),
+            (base_files, "as_completed", iter),  # it gives those that are done in the order of their addresses
             (directory_copy, "ThreadPoolExecutor", _inline),
             (borrowing, "BATCH_BYTES", 1),
             (borrowing, "BATCH_MS", BATCH_MS),
@@ -856,10 +865,21 @@ def small_world() -> Iterator[None]:
             (SharedObject, "create", create_noted),
             (shm_names, "objects", objects),
             (os, "posix_fallocate", _grow),
+            (os, "urandom", _random_bytes),
+            (secrets, "token_hex", lambda count: _random_bytes(count).hex()),
+            (secrets, "token_urlsafe", lambda count: _random_bytes(count).hex()),
+            (secrets, "randbits", CHANCE.getrandbits),
             (os.path, "join", lru_cache(1 << 14)(os.path.join)),  # two thousand a schedule, of the same few names
         ):
             patches.enter_context(patch.object(module, name, value))
         yield
+
+
+def _random_bytes(count: int) -> bytes:
+    """Return bytes whose order among others is that of every run. Their end is this process's: shared memory is named
+    after them, and schedules run side by side.
+    """
+    return CHANCE.randbytes(count)[: -len(THIS_PROCESS)] + THIS_PROCESS
 
 
 def _inline(_threads: int, _name: str) -> Inline:

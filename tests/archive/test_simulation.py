@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from tests.archive.archiving import SHARDS, STEPS, Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
@@ -36,6 +37,23 @@ def _small() -> Iterator[None]:
 
 TestArchiving = pytest.mark.long(Archiving.TestCase)
 TestArchiving.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+
+
+def test_a_seed_draws_the_same_schedules_again() -> None:
+    made: list[list[tuple[str, bytes]]] = []
+
+    class Noted(Archiving):
+        def teardown(self) -> None:
+            own = self.directory.encode()
+            made[-1] += [(name, content.replace(own, b"")) for name, content in self.bucket.objects.items()]
+            super().teardown()
+
+    for _ in range(2):
+        made.append([])
+        few = settings(max_examples=5, stateful_step_count=STEPS, deadline=None, database=None)
+        run_state_machine_as_test(seed(2)(Noted), settings=few)
+    assert made[0] == made[1]
+    assert len(made[0]) > 50
 
 
 def test_behind_a_hole_there_is_no_moment_until_the_next_base(service: Archiving) -> None:
