@@ -285,9 +285,9 @@ def pins(lock: Path) -> list[str]:
     return [line for line in lock.read_text().splitlines() if not line.lstrip().startswith("#")]
 
 
-def run(bench: Bench, ref: str, rounds: int, cases: Sequence[str]) -> list[Ratio]:
-    """Measure both in turns."""
-    here = Candidate("this checkout", COMMAND, {"PYTHONPATH": str(ROOT)})
+def run(bench: Bench, ref: str, rounds: int, cases: Sequence[str], command: Path) -> list[Ratio]:
+    """Measure both in turns; `command` starts the service of this checkout."""
+    here = Candidate("this checkout", command, {"PYTHONPATH": str(ROOT)})
     measured: dict[str, list[Measured]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="topics-compare-") as directory:
         there = check_out(ref, Path(directory))
@@ -314,7 +314,7 @@ def main() -> int:
             shards=SHARDS,
             quick=False,
         )
-        ratios = run(bench, arguments.ref, arguments.rounds, arguments.only or list(SHORT_SET))
+        ratios = run(bench, arguments.ref, arguments.rounds, arguments.only or list(SHORT_SET), arguments.command)
     described = ", ".join(f"{name} {value}" for name, value in machine.describe(ROOT).items())
     print(f"{arguments.ref} → this checkout, {plural(arguments.rounds, 'round')} in turns; above 1 is better here")
     print(f"{described}, load average before {busy:.1f}")
@@ -339,6 +339,13 @@ def parse() -> argparse.Namespace:
         choices=SHORT_SET,
         metavar="CASE",
         help=f"this case, may be repeated: {', '.join(SHORT_SET)}",
+    )
+    parser.add_argument(
+        "--command",
+        type=Path,
+        default=COMMAND,
+        metavar="PATH",
+        help="topics-supervisor of another environment, whose Python runs this checkout; REF is run by this one",
     )
     return parser.parse_args()
 
