@@ -128,7 +128,7 @@ def test_a_forked_child_that_settles_a_job_of_its_parent_is_refused(topics: Clie
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
         job.ack()
-    assert states(topics, queue) == [(2, "waiting")]
+    poll("the other one to be given back", lambda: states(topics, queue) == [(2, "waiting")])
 
 
 def test_a_job_is_lost_once_its_loop_has_ended(topics: Client, queue: str) -> None:
