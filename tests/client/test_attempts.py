@@ -124,6 +124,12 @@ def test_a_request_that_came_too_slowly_was_not_carried_out() -> None:
     assert attempts(False).pause_after_refusal(408, {}, refusal("request_timeout")) > 0
 
 
+@pytest.mark.parametrize(("heartbeat_ms", "silence_s"), [(1_000, 15.0), (20_000, 60.0), (10**9, 180.0)])
+def test_a_follower_that_asked_for_rare_heartbeats_waits_for_them(heartbeat_ms: int, silence_s: float) -> None:
+    following = Following("t", "raise", {"heartbeat_ms": heartbeat_ms}, lambda path: Attempts(RETRY, True, path))
+    assert following.silence_max_s == silence_s
+
+
 def test_a_stop_that_a_stream_announced_is_no_failure_and_the_next_end_is_one() -> None:
     """With no time for repeats a failure ends the follower at once."""
     following = Following("t", "raise", {}, lambda path: Attempts(Retry(total_s=0.0), True, path))

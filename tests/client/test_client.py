@@ -61,6 +61,15 @@ def test_what_was_written_is_read_byte_for_byte(topics: Client, topic: str) -> N
     assert records([second, third]) == [{"b": 2}, "three"]
 
 
+@pytest.mark.parametrize("one", [{"item": "tea"}, "tea", b"tea"])
+def test_one_record_that_is_no_list_is_refused(topics: Client, topic: str, one: Any) -> None:
+    """Its keys, or its letters, would be the records."""
+    with pytest.raises(TypeError, match="records are a list"):
+        topics.append(topic, one)
+    with pytest.raises(NotFoundError):
+        topics.get_topic(topic)
+
+
 def test_what_an_exactly_once_router_adds_is_read(service: Service, topics: Client, topic: str) -> None:
     route = {"source": topic, "dest": f"{topic}.d", "guarantee": "exactly_once"}
     topics.put_topic(topic)

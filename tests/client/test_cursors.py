@@ -165,26 +165,26 @@ def test_the_asynchronous_cursor_does_the_same(service: Service, topic: str) -> 
 
 def test_a_producer_writes_each_of_its_batches_once(topics: Client, topic: str) -> None:
     for n, batch in enumerate(("ab", "c")):
-        assert not topics.append(topic, batch, producer=Producer("p", 1, n)).deduped
-    again = topics.append(topic, "x", producer=Producer("p", 1, 1))
+        assert not topics.append(topic, list(batch), producer=Producer("p", 1, n)).deduped
+    again = topics.append(topic, list("x"), producer=Producer("p", 1, 1))
     assert (again.deduped, again.first_seq, again.head_seq) == (True, 3, 3)
     with pytest.raises(ConflictError) as skipped:
-        topics.append(topic, "x", producer=Producer("p", 1, 3))
+        topics.append(topic, list("x"), producer=Producer("p", 1, 3))
     assert (skipped.value.code, skipped.value.detail) == ("out_of_order", {"producer": "p", "epoch": 1, "n": 1})
-    assert not topics.append(topic, "d", producer=Producer("p", 2, 0)).deduped
+    assert not topics.append(topic, list("d"), producer=Producer("p", 2, 0)).deduped
     with pytest.raises(ConflictError) as fenced:
-        topics.append(topic, "x", producer=Producer("p", 1, 2))
+        topics.append(topic, list("x"), producer=Producer("p", 1, 2))
     assert fenced.value.code == "fenced"
     with pytest.raises(InvalidRequestError, match="idempotency key"):
-        topics.append(topic, "x", producer=Producer("p", 2, 1), idempotency_key="k")
+        topics.append(topic, list("x"), producer=Producer("p", 2, 1), idempotency_key="k")
     assert topics.get_topic(topic).count == 4
 
 
 def test_an_asynchronous_producer_does_the_same(service: Service, topic: str) -> None:
     async def body() -> None:
         async with AsyncClient(service.url) as client:
-            first = await client.append(topic, "ab", producer=Producer("p", 1, 0))
-            again = await client.append(topic, "ab", producer=Producer("p", 1, 0))
+            first = await client.append(topic, list("ab"), producer=Producer("p", 1, 0))
+            again = await client.append(topic, list("ab"), producer=Producer("p", 1, 0))
             assert (first.deduped, again.deduped, again.head_seq) == (False, True, 2)
 
     asyncio.run(body())

@@ -19,7 +19,7 @@ import pytest
 
 from tests.harness import poll
 from topics.api.answers import JobAnswer
-from topics.client import AsyncClient, Client, ClientError, NotAllowedError, Retry, UnreachableError, calls
+from topics.client import AsyncClient, Client, ClientError, NotAllowedError, Record, Retry, UnreachableError, calls
 from topics.client.clients import REQUESTS_MAX
 from topics.client.errors import ServiceFaultError
 from topics.client.http import NotSentError, ServiceAddress, TransportError
@@ -31,6 +31,11 @@ CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 REQUEST = b"GET /v0/x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 NO_REPEAT = Retry(total_s=0.0)
+SESSION = (
+    b'{"wid":"w","stream_url":"/v0/watch/w","session_ttl_ms":300000,"performance":{"server_total_ms":0},'
+    b'"topics":{"t":{"from_seq":0,"head_seq":0,"earliest_seq":1}}}'
+)
+RECORD = b'event: record\ndata: {"topic":"t","records":[{"$seq":1,"$ts":1,"data":"late"}],"to_seq":1}\nid: x\n\n'
 
 
 class Script:
@@ -74,6 +79,10 @@ class Script:
         self._listener.close()
         for connection in self.connections:
             connection.close()
+
+
+def answer(body: bytes, kind: bytes = b"application/json") -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (kind, len(body), body)
 
 
 def refusal(code: str) -> bytes:
@@ -216,6 +225,17 @@ def test_a_stream_that_nobody_reads_any_more_is_closed(script: Callable[..., Scr
     assert service.closed.acquire(timeout=20)
 
 
+def test_a_quiet_stream_that_is_cut_again_and_again_ends_no_follower(script: Callable[..., Script]) -> None:
+    """A proxy cuts each one after a time; there is time for the repeat of a failure, and none for that of two."""
+    once = Retry(total_s=0.06, pause_first_s=0.05)
+    streams = [answer(body, b"text/event-stream") for body in (*[b"retry: 2000\n\n: hb 1\n\n"] * 3, RECORD)]
+    service = script(answer(SESSION), *streams)
+    with Client(f"http://127.0.0.1:{service.port}", retry=once) as client:
+        _, item = next(client.follow("t"))
+    assert isinstance(item, Record)
+    assert item.data == "late"
+
+
 def test_a_client_that_loops_one_after_another_share_opens_connections_of_their_own(
     script: Callable[..., Script],
 ) -> None:
@@ -247,6 +267,28 @@ def test_loops_one_after_another_share_a_client_also_when_requests_wait_in_it(sc
 
     for _ in range(2):
         asyncio.run(ask())
+
+
+def test_long_polls_keep_no_request_from_being_sent() -> None:
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        if b"/diff" not in asked[-1]:
+            writer.write(OK)
+
+    async def ask() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with AsyncClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+            polls = [asyncio.ensure_future(client.diff("t", wait_ms=30_000)) for _ in range(REQUESTS_MAX)]
+            while len(asked) < REQUESTS_MAX:
+                await asyncio.sleep(0.001)
+            assert await asyncio.wait_for(client.call(calls.Call("GET", "/v0/x", bytes)), 20) == b"{}"
+            for one in polls:
+                one.cancel()
+        server.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("end", ["asks", "closes"])

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.harness import Service
+from tests.harness import Service, poll
 from topics.client import (
     AsyncClient,
     Client,
@@ -156,6 +158,20 @@ def test_a_full_topic_ends_the_producer_and_leaves_no_hole(topics: Client, topic
     assert stored(topics, topic) == list(range(10))
 
 
+def test_a_producer_that_has_failed_keeps_nothing_of_who_goes_on_to_send(topics: Client, topic: str) -> None:
+    producer = topics.producer("/" + topic)
+    sent = producer.send(1)
+    depths = set()
+    for _ in range(5):
+        for ask in (producer.flush, partial(producer.send, 2), sent.result):
+            with pytest.raises(InvalidRequestError) as failed:
+                ask()
+            depths.add(len(list(traceback.walk_tb(failed.value.__traceback__))))
+    assert max(depths) < 12, "its traceback grows with each"
+    with pytest.raises(InvalidRequestError):
+        producer.close()
+
+
 def test_the_next_life_shuts_out_the_one_before_and_goes_on_behind_it(topics: Client, topic: str) -> None:
     first = topics.producer(topic, "importer", limits=HELD)
     assert first.last() is None
@@ -246,6 +262,16 @@ def test_the_end_has_a_deadline(topic: str) -> None:
         with pytest.raises(UnreachableError):
             sent.result(0)
         service.start()
+
+
+def test_a_producer_that_waits_without_an_end_says_why(topic: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Client("http://127.0.0.1:1") as client:
+        producer = client.producer(topic)
+        producer.send(1)
+        poll("the reason", lambda: "refused" in caplog.text)
+        with pytest.raises(UnreachableError):
+            producer.close(timeout_s=0.05)
+    assert len(caplog.messages) == 1, "it is said once"
 
 
 def test_threads_share_a_producer(topics: Client, topic: str) -> None:
@@ -350,6 +376,8 @@ def test_an_asynchronous_producer_does_the_same(service: Service, topics: Client
             assert await (await producer.send(1000)) == 1001
         with pytest.raises(RuntimeError, match="async with"):
             await client.producer(topic).send(1)
+        with pytest.raises(RuntimeError, match="async with"):
+            await client.producer(topic, "importer").last()  # not None, as if nothing had been written
 
     in_async(service, body)
     assert stored(topics, topic) == list(range(1001))

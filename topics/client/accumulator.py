@@ -79,7 +79,7 @@ class Batch:
         assert error is not None, "the record is settled"
         with suppress(ValueError):
             self._unseen.remove(error)
-        raise error
+        raise error.with_traceback(None)  # else it would keep the frames of all who ask
 
 
 class BatchPart(NamedTuple):

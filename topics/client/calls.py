@@ -40,6 +40,8 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
     accept: str = ""
     of_leader: bool = False
     """True for a read that needs what was just written: no follower may answer it."""
+    waits: bool = False
+    """True for a long poll, which an AsyncClient counts as little as an event stream."""
 
     @property
     def target(self) -> str:
@@ -94,10 +96,11 @@ def _call(
     body: object = None,
     query: dict[str, str] | str = "",
     repeatable: bool = True,
+    waits: bool = False,
 ) -> Call[T]:
     content = None if body is None else encode_body(body)
     query = query if isinstance(query, str) else urlencode(query)
-    return Call(method, path_of(*path), _decoder(cast("Any", answer)), content, query, repeatable)
+    return Call(method, path_of(*path), _decoder(cast("Any", answer)), content, query, repeatable, waits=waits)
 
 
 @cache
@@ -106,6 +109,8 @@ def _decoder(answer: Any) -> Callable[[bytes], Any]:
 
 
 def _records(records: Iterable[Any]) -> list[Any]:
+    if isinstance(records, Mapping | str | bytes):  # their parts would be written, the keys of a dict among them
+        raise TypeError(f"records are a list, not one {type(records).__name__}: put it into [ ]")
     return [record if isinstance(record, NewRecord) else NewRecord(record) for record in records]
 
 
@@ -241,8 +246,8 @@ def append(
     if_head_seq: int | None = None,
     producer: ProducerBody | None = None,
 ) -> Call[answers.AppendAnswer]:
-    """Write all records or none. A record is a NewRecord, or just its `data`: anything that `msgspec.json` encodes. NaN
-    and infinities raise NotFiniteError. JSON text is given as `msgspec.Raw` and kept as it is.
+    """Write all records of a list or none. A record is a NewRecord, or just its `data`: anything that `msgspec.json`
+    encodes. NaN and infinities raise NotFiniteError. JSON text is given as `msgspec.Raw` and kept as it is.
 
     The write is repeated under one idempotency key until it is answered, so it is committed once. A key of your own
     makes your repeats safe as well, also after a restart of your program. A `producer` also keeps its writes in order
@@ -285,7 +290,7 @@ def diff(
     """Return one page of the records behind `from_seq` (api §3)."""
     start = from_seq if from_ts is None else 0
     body = requests.DiffBody(start, limit, node, include_tags, include_meta, wait_ms, max_batch_bytes, from_ts)
-    return _call("POST", answers.DiffAnswer, "topics", topic, "diff", body=body)
+    return _call("POST", answers.DiffAnswer, "topics", topic, "diff", body=body, waits=wait_ms > 0)
 
 
 def delete_records(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 import time
 from collections.abc import (
@@ -22,7 +23,7 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import urlencode
 
-from topics.client.attempts import NOT_LEADER, RETRY, UNKNOWN, Attempts, Retry, error_of
+from topics.client.attempts import NOT_LEADER, RETRY, UNKNOWN, Attempts, Retry, describe, error_of
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError
@@ -31,12 +32,12 @@ from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
 from topics.client.servers import Reads, Servers, make_servers
-from topics.client.walks import SILENCE_MAX_S, Following, Item, Tombstones, TopicGone, Walk
+from topics.client.walks import Following, Item, Tombstones, TopicGone, Walk
 
 T = TypeVar("T")
 
 REQUESTS_MAX: Final = 100
-"""Requests that an AsyncClient sends at a time; more of them wait. Event streams are not counted."""
+"""Requests that an AsyncClient sends at a time; more of them wait. Event streams and long polls are not counted."""
 
 log = logging.getLogger("topics.client")
 
@@ -54,7 +55,7 @@ class Connection(Commands):
         self._retry = retry
         self._pause = pause
 
-    async def _ask(self, links: LinkPool, request: bytes) -> AnswerReader:
+    async def _ask(self, links: LinkPool, request: bytes, waits: bool) -> AnswerReader:
         return await links.ask(request)
 
     async def carry_out(self, call: Call[T]) -> T:
@@ -69,10 +70,11 @@ class Connection(Commands):
             server = servers.current
             request = server.address.request(call.method, call.target, call.body, headers)
             refusal: ApiError | None = None
-            pause_s = 0.0
+            pause_s, stays = 0.0, False
             try:
-                answer = await self._ask(server.links, request)
+                answer = await self._ask(server.links, request, call.waits)
             except TransportError as error:
+                trouble = describe(error)
                 servers.move_on(server)
                 # What did not leave goes to the next address whatever the time: the first ones may be dead for good.
                 if not (untried and isinstance(error, NotSentError)):
@@ -85,22 +87,25 @@ class Connection(Commands):
                     return call.read(answer.take_body())
                 body = answer.take_body()
                 refusal = error_of(answer.status, body)
+                trouble = str(refusal)
                 if refusal.code != NOT_LEADER or not (servers.have_led or len(servers) > 1):
                     pause_s = attempts.pause_after_refusal(answer.status, answer.headers, body)
-                    if refusal.code != UNKNOWN:
-                        await self._pause(pause_s)
-                        continue
+                    stays = refusal.code != UNKNOWN
                 elif not untried:
                     pause_s = attempts.pause_after_move(refusal)
-                    if not is_told:
-                        log.warning("%s %s%s waits: %s", call.method, server.address.url, call.target, refusal)
-                    is_told = True
-                servers.move_on(server, refusal)
-            if untried:
+                if not stays:
+                    servers.move_on(server, refusal)
+            if untried and not stays:
                 untried -= 1
-            else:
+                continue
+            if not stays:
                 untried = len(servers) - 1
-                await self._pause(pause_s)
+            # Who repeats without an end, as producers do, gets no error that would say why.
+            endless = self._retry.total_s == math.inf or (refusal is not None and refusal.code == NOT_LEADER)
+            if endless and not is_told:
+                log.warning("%s %s%s waits: %s", call.method, server.address.url, call.target, trouble)
+                is_told = True
+            await self._pause(pause_s)
 
     def _producers_own(self, connect: Callable[..., Any], **options: Any) -> Any:
         """Return a connection of a producer's own. It knows if this one has found a leader."""
@@ -124,9 +129,10 @@ class Connection(Commands):
                 continue
             trouble: Exception | None = None
             try:
-                opened = self._stream(self._reads, following.path, {}, following.headers(), SILENCE_MAX_S)
+                opened = self._stream(self._reads, following.path, {}, following.headers(), following.silence_max_s)
                 async with aclosing(opened) as stream:
                     async for events in stream:
+                        following.hear()
                         for event in events:
                             yield following.take(event)
                             if following.ended():
@@ -189,7 +195,9 @@ class AsyncClient(Connection):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, links: LinkPool, request: bytes) -> AnswerReader:
+    async def _ask(self, links: LinkPool, request: bytes, waits: bool) -> AnswerReader:
+        if waits:
+            return await links.ask(request)
         loop = asyncio.get_running_loop()
         if loop not in self._turns:  # loops may share the client one after the other, but no semaphore
             self._turns = {loop: asyncio.Semaphore(REQUESTS_MAX)}

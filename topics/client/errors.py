@@ -13,6 +13,10 @@ class ClientError(Exception):
     may_be_done = False
     """True if an attempt at the request got no answer, or one that does not say that nothing was done."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what copies it without its constructor, which takes no text: pools of processes pass exceptions on."""
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
 
 class ApiError(ClientError):
     """The service refused: `code` to branch on, `message` to read, `detail` to compute with (api §0.6)."""

@@ -93,15 +93,17 @@ class LinkPool:
         return answer
 
     async def events(self, request: bytes, silence_max_s: float) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of a stream, as many as came together, until it ends or breaks (TransportError)."""
+        """Yield the events of a stream, as many as came together (with a heartbeat none), until it ends or breaks
+        (TransportError).
+        """
         link = await self._take()
         answer, events = AnswerReader(), EventReader()
         try:
             await link.send(request, silence_max_s)
             while not answer.whole:
                 answer.feed(await link.receive())
-                if 200 <= answer.status < 300:
-                    yield events.feed(answer.take_body())
+                if 200 <= answer.status < 300 and (data := answer.take_body()):
+                    yield events.feed(data)
             if answer.status >= 300:
                 raise error_of(answer.status, answer.take_body())
         finally:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import secrets
 import threading
@@ -244,10 +245,15 @@ class _Production:
     def _check_usable(self) -> None:
         if self._pid != THIS_PROCESS[0]:
             raise ClientError(f"this {self._placing.what} is that of process {self._pid}: make one in this one")
-        if self._records.failure is not None:
-            raise self._records.failure
+        self._raise_failure()
         if self._closed:
             raise RuntimeError(f"this {self._placing.what} was closed, so it cannot send a record")
+
+    def _raise_failure(self) -> None:
+        if self._records.failure is not None:
+            raise self._records.failure.with_traceback(
+                None
+            )  # else it would keep the frames of each `send` that it ends
 
     async def _make_room(self, timeout_s: float | None) -> None:
         """Wait under the lock until a record may be added; a batch that is not full goes, too, to make room."""
@@ -273,8 +279,7 @@ class _Production:
     async def _flush_checked(self, timeout_s: float | None) -> None:
         self._check_usable()
         await self._flush(timeout_s)
-        if self._records.failure is not None:
-            raise self._records.failure
+        self._raise_failure()
 
     async def _close(self, timeout_s: float | None) -> None:
         """End: nothing more is taken, what was taken is sent, and what is not answered in time fails."""
@@ -299,8 +304,7 @@ class _Production:
 
     def _raise_unseen(self) -> None:
         """Raise what the program would not learn otherwise: the producer's failure, or that of a rejected record."""
-        if self._records.failure is not None:
-            raise self._records.failure
+        self._raise_failure()
         unseen = self._records.unseen
         if unseen:
             unseen[0].add_note(f"{len(unseen)} records of the {self._placing.what} were rejected; this is one")
@@ -334,7 +338,7 @@ class Producer(_Production):
     """A producer for threads, which may share it. A thread of its own sends the batches.
 
     Records are in the topic each once, in the order of `send`, whatever is killed. At the end of a `with` block all are
-    answered, or the block raises. A forked child cannot use it.
+    answered, or the block raises; one that was not closed ends so with Python. A forked child cannot use it.
     """
 
     def __init__(
@@ -348,6 +352,7 @@ class Producer(_Production):
         finish(self._placing.begin(client))
         sending = self._send_all(self._own)
         threading.Thread(target=lambda: finish(sending), name=self._placing.what, daemon=True).start()
+        atexit.register(self.close)  # else what waits would be lost without a word
 
     def last(self) -> Record | None:
         """Return the last record that a former life of this name wrote, None if none did. ClientError if it is gone."""
@@ -385,6 +390,7 @@ class Producer(_Production):
         finally:
             self._ended.set()
             self._own.close()
+            atexit.unregister(self.close)
         self._raise_unseen()
 
     def __enter__(self) -> Self:
@@ -416,14 +422,14 @@ class AsyncProducer(_Production):
 
     async def last(self) -> Record | None:
         """Return the last record that a former life of this name wrote, None if none did. ClientError if it is gone."""
+        self._check_begun()
         return await self._placing.last(self._client)
 
     async def send(self, record: Any) -> AsyncSentRecord:
         """Put a record, a NewRecord or just its `data`, into the next batch. Waits only while memory is full. If it is
         cancelled the record was not taken.
         """
-        if self._task is None:
-            raise RuntimeError("an asynchronous producer begins with `async with`")
+        self._check_begun()
         if self._step_due:
             self._step_due = False
             await asyncio.sleep(0)
@@ -435,6 +441,10 @@ class AsyncProducer(_Production):
         if not index or batch.unsettled:
             self._work.notify_all()
         return AsyncSentRecord(batch, index)
+
+    def _check_begun(self) -> None:
+        if self._task is None:
+            raise RuntimeError("an asynchronous producer begins with `async with`")
 
     async def flush(self) -> None:
         """Send what waits and wait until all records have their outcome. Raise the producer's failure if it has one."""

@@ -9,9 +9,11 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -126,12 +128,18 @@ class Job(_Job):
     def ack(self) -> None:
         """Acknowledge the job: it is done. LeaseLostError when it may be done again."""
         self._settled = True
-        self._loop.run(self._job.ack())
+        self._settle(self._job.ack)
 
     def nack(self, delay_ms: int | None = None) -> None:
         """Give the job back, to be done again by anyone after the back-off, or after this delay."""
         self._settled = True
-        self._loop.run(self._job.nack(delay_ms))
+        self._settle(partial(self._job.nack, delay_ms))
+
+    def _settle(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do `work` in the loop; LeaseLostError when that has ended, and the job's lease with it."""
+        if self._loop.ended:
+            raise LeaseLostError(self.topic, self.seq)
+        self._loop.run(work())
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +147,10 @@ class Job(_Job):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._loop.run(self._job._end(error))
+        try:
+            self._settle(partial(self._job._end, error))
+        except LeaseLostError as lost:
+            log.warning("%s", lost)
         self._settled = True
         return isinstance(error, Exception)
 
@@ -231,7 +242,18 @@ class LoopThread:
         self._thread.start()
         return self
 
+    @property
+    def ended(self) -> bool:
+        """True where a wait for the loop has no end: after it, in a forked child, at the end of Python (which may close
+        a generator that is left), and in the loop's own thread (in which a collector may).
+        """
+        return sys.is_finalizing() or not self._thread.is_alive() or threading.current_thread() is self._thread
+
     def __exit__(self, *_: object) -> None:
+        if self.ended:
+            if threading.current_thread() is self._thread:
+                self.start(self._stack.aclose()).add_done_callback(lambda _: self._loop.stop())
+            return
         try:
             self.run(self._stack.aclose())
         finally:
@@ -326,7 +348,19 @@ class Queue(QueueCommands, SyncMember):
                 return None
 
             async def hand_over(job: AsyncJob) -> None:
-                error = await asyncio.get_running_loop().run_in_executor(pool, work, job)
+                try:
+                    working = asyncio.get_running_loop().run_in_executor(pool, work, job)
+                except RuntimeError as refusal:
+                    if "shutdown" not in str(refusal):  # no new thread can be started; those that there are go on
+                        raise
+                    # Python's pools take nothing once the main thread has ended. That is no failure of the job, which
+                    # the end of the stream gives back.
+                    job._settled = True
+                    what = f"the worker of {self.topic!r} can begin no job, as the main thread has ended: have it wait"
+                    ends.append(RuntimeError(what))
+                    shift.stop()
+                    return
+                error = await working
                 if error is not None:
                     raise error
 

@@ -86,6 +86,8 @@ def read(
 
 
 HEARTBEAT_MS = 5_000
+HEARTBEAT_MAX_MS = 60_000
+"""The longest pause between two heartbeats that the service grants (api §7)."""
 SILENCE_MAX_S = 3 * HEARTBEAT_MS / 1000
 """A stream without a byte for this long is taken for dead, even if TCP reports nothing."""
 
@@ -144,6 +146,11 @@ class Following:
         self._attempts: Attempts | None = None
         self._end_announced = False
 
+    @property
+    def silence_max_s(self) -> float:
+        """The longest time without a byte of a stream: three of the heartbeats that the session has asked for."""
+        return max(SILENCE_MAX_S, 3 * min(int(self._options["heartbeat_ms"]), HEARTBEAT_MAX_MS) / 1000)
+
     def ended(self) -> bool:
         """Return whether every topic was deleted."""
         return not self.positions
@@ -180,9 +187,12 @@ class Following:
             return self._attempts.pause_after_announced_end()
         return self._attempts.pause_after_failure(trouble or TransportError("the stream ended"))
 
+    def hear(self) -> None:
+        """Note that something came, if only a heartbeat: the time for repeats begins with the next failure."""
+        self._attempts = None
+
     def take(self, frame: Event) -> Iterator[tuple[str, Item | TopicGone]]:
         """Yield the items of one frame. Its id counts after the last: a stream that breaks before repeats nothing."""
-        self._attempts = None
         event, data, id = frame
         if event == "record":
             page = _record_frame(data)
