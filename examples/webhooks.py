@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from topics.client import Backoff, Client, ClientError, Job, NotFoundError, Record
+from topics.client import Backoff, Client, ClientError, Job, NotFoundError
 
 SEND_TIMEOUT_S = 10.0
 
@@ -72,9 +72,8 @@ def work(topics: Client, arguments: argparse.Namespace) -> None:
 
 
 def list_failed(topics: Client, queue: str) -> None:
-    for item in topics.read(dead_letters(queue)):
-        if isinstance(item, Record):
-            print(json.dumps({"job": item.data, "deliveries": (item.meta or {}).get("$dead_letter_deliveries")}))
+    for letter in topics.read(dead_letters(queue)):
+        print(json.dumps({"job": letter.data, "deliveries": (letter.meta or {}).get("$dead_letter_deliveries")}))
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, assert_type
 
 import msgspec
 import pytest
@@ -56,7 +56,6 @@ def test_what_was_written_is_read_byte_for_byte(topics: Client, topic: str) -> N
     written = topics.append(topic, [NewRecord(raw, tag="x", node="n", meta={"k": "v"}), {"b": 2}, "three"])
     assert (written.first_seq, written.last_seq, written.created, written.deduped) == (1, 3, True, False)
     first, second, third = topics.read(topic)
-    assert isinstance(first, Record)
     assert (bytes(first.raw), first.tag, first.node, first.meta) == (bytes(raw), "x", "n", {"k": "v"})
     assert records([second, third]) == [{"b": 2}, "three"]
 
@@ -77,7 +76,6 @@ def test_what_an_exactly_once_router_adds_is_read(service: Service, topics: Clie
     topics.append(topic, [NewRecord(1, meta={"k": "v"})])
     # A read waits for what is to be copied, but not for ever (api §6).
     (copy,) = poll("the copy", lambda: list(topics.read(f"{topic}.d")) or None)
-    assert isinstance(copy, Record)
     assert copy.meta is not None
     assert (copy.meta["k"], copy.meta["_topics_router"]["source_seq"]) == ("v", 1)
 
@@ -104,6 +102,17 @@ def test_a_gap_is_an_error_or_a_value_never_nothing(topics: Client, topic: str) 
     tombstone, *rest = topics.read(topic, tombstones="yield")
     assert isinstance(tombstone, Tombstone)
     assert (tombstone.gap_from, tombstone.gap_to, records(rest)) == (1, 2, [2, 3, 4])
+
+
+def test_where_gaps_are_raised_the_types_of_a_read_have_records_alone(topics: Client, topic: str) -> None:
+    topics.append(topic, [1, 2])
+    assert_type(topics.read(topic), Iterator[Record])
+    assert_type(topics.read(topic, tombstones="yield"), Iterator[Record | Tombstone])
+    for _, record in topics.follow(topic):
+        assert_type(record, Record | TopicGone)
+        assert isinstance(record, Record)
+        if record.seq == 2:
+            break
 
 
 def test_a_waiting_read_goes_on_with_what_comes(topics: Client, topic: str) -> None:

@@ -53,7 +53,7 @@ def topics(service: Service) -> Iterator[Client]:
 
 
 def stored(client: Client, topic: str) -> list[Any]:
-    return [record.data for record in client.read(topic)]  # type: ignore[union-attr]
+    return [record.data for record in client.read(topic)]
 
 
 def test_each_record_gets_its_seq(topics: Client, topic: str) -> None:

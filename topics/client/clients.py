@@ -20,9 +20,10 @@ from collections.abc import (
 )
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, Literal, Self, TypeVar, Unpack, overload
 from urllib.parse import urlencode
 
+from topics.api.answers import Record
 from topics.client.attempts import NOT_LEADER, RETRY, UNKNOWN, Attempts, Retry, describe, error_of
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
@@ -225,9 +226,17 @@ class AsyncClient(Connection):
         """Return a read position that the server keeps (api §10). Its `put` makes it."""
         return AsyncCursor(self, topic, name)
 
+    @overload
+    def follow(
+        self, positions: Mapping[str, int] | str, *, tombstones: Literal["raise"] = "raise", **options: Any
+    ) -> AsyncGenerator[tuple[str, Record | TopicGone], None]: ...
+    @overload
+    def follow(
+        self, positions: Mapping[str, int] | str, *, tombstones: Tombstones, **options: Any
+    ) -> AsyncGenerator[tuple[str, Item | TopicGone], None]: ...
     async def follow(
         self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
-    ) -> AsyncGenerator[tuple[str, Item | TopicGone], None]:
+    ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield (topic, record) as `Client.follow` does."""
         async with aclosing(self._frames(positions, tombstones, options)) as frames:
             async for items in frames:
@@ -298,9 +307,17 @@ class Client(Connection):
         """Return a read position that the server keeps (api §10). Its `put` makes it."""
         return Cursor(self, topic, name)
 
+    @overload
+    def follow(
+        self, positions: Mapping[str, int] | str, *, tombstones: Literal["raise"] = "raise", **options: Any
+    ) -> Generator[tuple[str, Record | TopicGone], None, None]: ...
+    @overload
+    def follow(
+        self, positions: Mapping[str, int] | str, *, tombstones: Tombstones, **options: Any
+    ) -> Generator[tuple[str, Item | TopicGone], None, None]: ...
     def follow(
         self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
-    ) -> Generator[tuple[str, Item | TopicGone], None, None]:
+    ) -> Generator[tuple[str, Any], None, None]:
         """Yield (topic, record) of everything behind these seqs, live, each once and in order, across disconnects.
 
         It ends when all topics are deleted (each with a TopicGone). Options are those of the watch session.

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
+from topics.api.answers import Record
 from topics.client import calls, walks
 from topics.client.calls import Call
 from topics.client.http import Event
-from topics.client.walks import Walk
+from topics.client.walks import Item, Tombstones, Walk
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,6 +53,53 @@ class WalkCommand(Protocol[P, T_co]):
     def __get__(self, owner: Caller, kind: type | None = None, /) -> Callable[P, Iterator[T_co]]: ...
     @overload
     def __get__(self, owner: AsyncCaller, kind: type | None = None, /) -> Callable[P, AsyncIterator[T_co]]: ...
+
+
+class Read(Protocol):
+    """`read` in the calling thread. Where gaps are raised there are records alone."""
+
+    @overload
+    def __call__(
+        self,
+        topic: str,
+        from_seq: int = 0,
+        *,
+        tombstones: Literal["raise"] = "raise",
+        wait: bool = False,
+        **options: Any,
+    ) -> Iterator[Record]: ...
+    @overload
+    def __call__(
+        self, topic: str, from_seq: int = 0, *, tombstones: Tombstones, wait: bool = False, **options: Any
+    ) -> Iterator[Item]: ...
+
+
+class AsyncRead(Protocol):
+    """`read` on an event loop; otherwise like `Read`."""
+
+    @overload
+    def __call__(
+        self,
+        topic: str,
+        from_seq: int = 0,
+        *,
+        tombstones: Literal["raise"] = "raise",
+        wait: bool = False,
+        **options: Any,
+    ) -> AsyncIterator[Record]: ...
+    @overload
+    def __call__(
+        self, topic: str, from_seq: int = 0, *, tombstones: Tombstones, wait: bool = False, **options: Any
+    ) -> AsyncIterator[Item]: ...
+
+
+class ReadCommand(Protocol):
+    """The method `read`, whose items depend on its arguments."""
+
+    @overload
+    def __get__(self, owner: Caller, kind: type | None = None, /) -> Read: ...
+    @overload
+    def __get__(self, owner: AsyncCaller, kind: type | None = None, /) -> AsyncRead: ...
 
 
 def command(build: Callable[P, Call[T]]) -> Command[P, T]:
@@ -99,7 +147,7 @@ class Commands:
     delete_topic = command(calls.delete_topic)
     append = command(calls.append)
     diff = command(calls.diff)
-    read = walk_command(walks.read)
+    read = cast("ReadCommand", walk_command(walks.read))
     delete_records = command(calls.delete_records)
     list_cursors = walk_command(walks.list_cursors)
     put_router = command(calls.put_router)
