@@ -1,7 +1,7 @@
 """The module in which Spark finds the data source `topics`: it looks for `DefaultSource` in all modules `pyspark_*`.
 
 Spark does that for every look-up of any source. So this imports nothing until it is asked, and never fails: a machine
-without the libraries of `topics[spark]` has no such source.
+without the libraries of `topicsd[spark]` has no such source.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ def __getattr__(name: str) -> object:
     try:
         from topics.spark.source import TopicsDataSource
     except ImportError as error:
-        raise AttributeError(f"the data source `topics` needs topics[spark]: {error}") from error
+        raise AttributeError(f"the data source `topics` needs topicsd[spark]: {error}") from error
     return TopicsDataSource

@@ -2,7 +2,8 @@
 
     python -m examples.weekly --out ./weekly
 
-Needs a running service and `topics[spark]`. Each step can be repeated: writes have keys, the export its checkpoint.
+Needs a running service, `topicsd[spark]` and matplotlib. Each step can be repeated: writes have keys, the export
+has its checkpoint.
 """
 
 from __future__ import annotations

@@ -40,6 +40,13 @@ def test_nothing_tells_anybody_to_install_the_package_of_somebody_else() -> None
         assert not wrong.search(f"pip install {what}")
 
 
+def test_extras_are_named_with_the_distribution() -> None:
+    extras = re.compile(rf"(?<![\w.])topics\[({'|'.join(PROJECT['optional-dependencies'])})\]")
+    texts = {path: path.read_text(errors="replace") for path in tracked()}
+    found = {path.name for path, text in texts.items() if extras.search(text)}
+    assert found == {"CHANGELOG.md", Path(__file__).name}, "0.1.0 had that name"
+
+
 def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=\[ ]", requirement)[0].replace("-", "_") for requirement in requirements}
 

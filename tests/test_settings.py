@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from topics.core.governor import FROM_SHARE
 from topics.setting_values import GIB, KIB, MIB
 from topics.settings import COMMAND_LINE_ONLY, VARIABLES, Settings, SettingsError, default_ring_bytes, load
 
@@ -171,6 +172,17 @@ def test_variables_of_the_client_commands_do_not_keep_a_service_from_starting() 
 
 def test_every_problem_is_told_at_once() -> None:
     assert len(problems({"TOPICS_PORT": "x", "TOPICS_WAL_SHARDS": "x", "TOPICS_NONSENSE_NAME": "x"})) == 3
+
+
+def test_the_key_of_a_follower_is_never_shown_and_never_empty() -> None:
+    for key in ("", "two words"):
+        (problem,) = problems({"TOPICS_FOLLOW_KEY": key})
+        assert problem == "TOPICS_FOLLOW_KEY: must be one key, in visible ASCII"
+
+
+def test_the_help_says_when_writers_are_slowed() -> None:
+    assert FROM_SHARE == 0.8
+    assert "slowed from four fifths of it on" in VARIABLES["max_replay_bytes"].help
 
 
 def test_keys_are_kept_as_digests_and_never_shown() -> None:

@@ -128,7 +128,7 @@ def keys(help: str) -> Variable:
 def secret(help: str) -> Variable:
     def parse(raw: object) -> str:
         text = _text(raw)
-        if not text.isascii() or not text.isprintable() or " " in text:
+        if not text or not text.isascii() or not text.isprintable() or " " in text:
             raise ValueError
         return text
 

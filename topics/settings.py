@@ -107,7 +107,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_interval_ms: Annotated[int, integer(10, DAY_MS, "longest time from a write to its checkpoint")] = 60_000
     checkpoint_wal_bytes: Annotated[int, byte_size(64 * KIB, 16 * GIB, "log size that makes it due")] = 64 * MIB
     max_replay_bytes: Annotated[
-        int, byte_size(0, 16 * GIB, "log behind a shard's last snapshot; writers are slowed from half on; 0 = any")
+        int,
+        byte_size(
+            0, 16 * GIB, "log behind a shard's last snapshot; writers are slowed from four fifths of it on; 0 = any"
+        ),
     ] = 256 * MIB
     segment_max_events: Annotated[int, integer(1, 10_000_000, "most records in one segment")] = 10_000
     segment_max_bytes: Annotated[int, byte_size(4 * KIB, 2 * GIB, "bytes at which a segment is sealed")] = 64 * MIB

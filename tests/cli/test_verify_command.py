@@ -90,3 +90,22 @@ def test_usage(arguments: list[str], capsys: Capture) -> None:
         main(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: topics")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", "a", "--cold-url"],
+        ["backup", "--data-dir", "a", "--to"],
+        ["backup", "--data-dir", "a", "--to", "b", "--cold-url"],
+        ["restore", "--data-dir", "a"],
+        ["archive", "list"],
+    ],
+)
+def test_a_url_with_credentials_is_refused_and_not_repeated(arguments: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "s3://key:secret@bucket/prefix"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "has credentials or options in the URL" in said
+    assert "secret" not in said

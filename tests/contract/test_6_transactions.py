@@ -142,10 +142,20 @@ def test_what_a_topic_could_not_take_is_refused_when_it_is_staged(client: httpx.
     put(client, topic, cap_records=1, discard="reject")
     write(client, topic, 0)
     full = client.post(f"/v0/stage/{topic}", json={"txn": "t", "records": [{"data": 1}]})
-    refused(full, 422, "topic_full")
+    assert refused(full, 422, "topic_full")["detail"] == {"cap_records": 1}
     put(client, f"{topic}-ram", durability="ephemeral")
     ephemeral = client.post(f"/v0/stage/{topic}-ram", json={"txn": "t", "records": [{"data": 1}]})
     assert "ephemeral" in refused(ephemeral, 400, "invalid_request")["message"]
+
+
+def test_what_a_topic_can_never_take_is_not_said_to_wait_for_room(client: httpx.Client, topic: str) -> None:
+    put(client, topic, cap_records=1, discard="reject")
+    answer = client.post(f"/v0/stage/{topic}", json={"txn": "t", "records": [{"data": 1}, {"data": 2}]})
+    assert refused(answer, 400, "record_too_large")["detail"] == {"cap_records": 1}
+    stages = [stage(client, topic, n) for n in (1, 2)]
+    answer = client.post(f"/v0/txn/{topic}/commit", json={"batch": 1, "stages": stages})
+    assert refused(answer, 400, "record_too_large")["detail"] == {"cap_records": 1}
+    assert ok(client.get(f"/v0/txn/{topic}"))["last_batch"] is None
 
 
 def test_what_a_topic_cannot_take_any_more_is_refused_before_anything_is_decided(

@@ -107,7 +107,7 @@ def test_digits_without_end() -> None:
         (b'{"records":[{"tag":"x"}]}', "records[0]"),
         (b'{"records":[{"data":1}],"create":"no"}', "create"),
         (b'{"records":[{"data":1}],"if_head_seq":-1}', "if_head_seq"),
-        (b"{}", None),
+        (b"{}", "records"),
         (b"[]", None),
     ],
 )

@@ -32,7 +32,7 @@ from topics.supervisor.check import (
     shared_memory_shortage,
     strangers_memory,
 )
-from topics.supervisor.command import reload, stop
+from topics.supervisor.command import main, reload, stop
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
 from topics.supervisor.promote import promote
 
@@ -52,6 +52,17 @@ def free(count: int) -> Callable[[str], os.statvfs_result]:
 
 def settings(tmp_path: Path, **flags: object) -> Settings:
     return load({}, {"data_dir": str(tmp_path / "data"), "port": "0"} | flags, cpus=2)
+
+
+def test_a_secret_is_no_flag_and_the_way_out_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, way_out in (
+        ("--api-keys", "set TOPICS_API_KEYS or TOPICS_API_KEYS_FILE,"),
+        ("--follow-key", "set TOPICS_FOLLOW_KEY or follow_key in the file that TOPICS_CONFIG names,"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["check", flag, "hush"])
+        said = capsys.readouterr().err
+        assert (ended.value.code, way_out in said, "hush" in said) == (2, True, False)
 
 
 def test_a_taken_port(start: Start, taken: int) -> None:

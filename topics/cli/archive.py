@@ -12,7 +12,7 @@ import msgspec
 
 from topics.archive.inspection import check, figures, prune
 from topics.archive.restoring import NotThereError
-from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, iso, mebibytes, show
+from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, iso, mebibytes, place, show
 from topics.core.clock import SystemClock
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
@@ -39,7 +39,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _verb(verbs: Any, name: str, work: Work, about: str, examples: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=about.partition(".")[0].partition(":")[0].lower())
     fill_command(parser, f"archive {name}", work, about=about, examples=examples)
-    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("place", metavar="PLACE", type=place, help=PLACE)
     return parser
 
 

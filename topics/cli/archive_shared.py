@@ -16,7 +16,7 @@ from topics.archive.ownership import OtherShipperError
 from topics.archive.restoring import NotThereError
 from topics.archive.shipping import NoMomentError
 from topics.cli import EXIT_USAGE
-from topics.setting_values import MIB
+from topics.setting_values import MIB, RefusedValueError, bucket_url
 from topics.storage.archive_objects import ArchiveDamagedError
 from topics.storage.lock import DataDirLocked
 from topics.storage.logfile import RefusedLog
@@ -61,6 +61,18 @@ def _run(name: str, work: Work, options: argparse.Namespace) -> int:
         code, problem = EXIT_FAILED, f"{place}{error.strerror or error}"
     print(f"topics {name}: {problem}", file=sys.stderr)
     return code
+
+
+def place(text: str) -> str:
+    """Parse an argument: a directory, or the URL of a bucket. No message repeats one that has credentials in it."""
+    if "://" in text and not text.startswith("file:"):
+        try:
+            bucket_url("").parse(text)
+        except RefusedValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            pass  # the library of buckets says which scheme it lacks
+    return text
 
 
 def mebibytes(size_bytes: int) -> str:

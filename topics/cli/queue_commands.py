@@ -93,7 +93,9 @@ def fill(parser: argparse.ArgumentParser) -> None:
         settle.add_argument("jobs", metavar="SEQ:LEASE_ID", nargs="*", type=job_argument, help=_JOBS_HELP)
         _add_node(settle)
 
-    verb("counts", _counts, about="Count jobs: ready, leased, and moved to the dead letters so far, as JSON.")
+    verb(
+        "counts", _counts, about="Count jobs: ready, leased, scheduled, and moved to the dead letters so far, as JSON."
+    )
     redrive = verb("redrive", _redrive, about="Make dead letters jobs again.")
     redrive.add_argument("--from", dest="dead_letter", metavar="TOPIC", help="dead letters (the queue's dead_letter)")
     redrive.add_argument("--max", dest="max_jobs", metavar="N", type=shared.positive, help="most jobs (all there are)")

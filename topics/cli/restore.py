@@ -12,7 +12,7 @@ import msgspec
 
 from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, WantedMoment, plan, reserved
-from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show
+from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, place, show
 from topics.cli.read import timestamp_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress
@@ -34,7 +34,7 @@ _EXAMPLES: Final = """  topics restore /mnt/backup/topics --data-dir ./restored
 
 def fill(parser: argparse.ArgumentParser) -> None:
     fill_command(parser, "restore", _run, about=_ABOUT, examples=_EXAMPLES)
-    parser.add_argument("place", metavar="FROM", help=PLACE)
+    parser.add_argument("place", metavar="FROM", type=place, help=PLACE)
     parser.add_argument(
         "--data-dir", metavar="DIR", required=True, help="the directory to make; it must not exist, or be empty"
     )

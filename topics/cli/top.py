@@ -28,7 +28,7 @@ COUNTERS: Final = {
 }
 _EXAMPLES: Final = """  topics top
   topics top shop. --sort lag --every-s 5
-  topics top --rounds 1 --json | jq .topics[0]"""
+  topics top --rounds 1 --json | jq '.topics[0]'"""
 
 
 class Look(NamedTuple):

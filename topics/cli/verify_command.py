@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from topics.cli import EXIT_USAGE
-from topics.cli.archive_shared import show
+from topics.cli.archive_shared import place, show
 from topics.progress import progress
 from topics.storage.lock import DataDirLocked
 from topics.storage.segment_check import Report
@@ -31,7 +31,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
     cold.add_argument(
         "--cold-dir", metavar="DIR", help="the service's TOPICS_COLD_DIR: check the cold segments' data as well"
     )
-    cold.add_argument("--cold-url", metavar="URL", help="the same for TOPICS_COLD_URL: every object is read")
+    about = "the same for TOPICS_COLD_URL: every object is read"
+    cold.add_argument("--cold-url", metavar="URL", type=place, help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object with all findings")
     parser.set_defaults(command=_run)
 

@@ -105,3 +105,27 @@ def incompatible_type(topic: str, existing: str, requested: str) -> TopicsError:
         f"topic {topic!r} is a {existing} and cannot become a {requested}: delete it first, or leave the type out",
         {"existing_type": existing, "requested_type": requested},
     )
+
+
+def check_room(topic: str, config: TopicConfig, count: int, size_bytes: int, records: int, live_bytes: int) -> None:
+    """Refuse a write of `count` records and `size_bytes` that a `reject` topic cannot take, which holds `records` and
+    `live_bytes`.
+    """
+    if config.discard != "reject":
+        return
+    caps = ((config.cap_records, count, records, "records"), (config.cap_bytes, size_bytes, live_bytes, "bytes"))
+    # A write that can never fit is told so first: waiting for room is of no use.
+    for cap, write, _held, unit in caps:
+        if cap and write > cap:
+            raise TopicsError(
+                "record_too_large",
+                f"a write of {write} {unit} can never fit topic {topic!r}, whose cap_{unit} is {cap}",
+                {f"cap_{unit}": cap},
+            )
+    for cap, write, held, unit in caps:
+        if cap and held + write > cap:
+            raise TopicsError(
+                "topic_full",
+                f"topic {topic!r} holds {held} of at most {cap} {unit}, and its discard is 'reject'",
+                {f"cap_{unit}": cap},
+            )

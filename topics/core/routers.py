@@ -76,7 +76,7 @@ def parse_router(name: str, given: GivenRouter | dict[str, Any]) -> RouterSpec:
     try:
         fields = given if isinstance(given, GivenRouter) else msgspec.convert(given, GivenRouter)
     except msgspec.ValidationError as error:
-        raise invalid(f"router: {error}") from None
+        raise invalid(str(error)) from None
     check_topic_name(fields.source, "source")
     check_topic_name(fields.dest, "dest")
     if fields.source == fields.dest:

@@ -25,7 +25,7 @@ import msgspec
 
 from topics.core import record_index
 from topics.core.ceilings import Ceilings
-from topics.core.config import TopicConfig
+from topics.core.config import TopicConfig, check_room
 from topics.core.cursors import Cursors
 from topics.core.errors import TopicsError
 from topics.core.floors import Deletion, EvictReason, Floors, Front
@@ -85,28 +85,9 @@ class Topic:
 
     def check_room(self, count: int, size_bytes: int, pending_records: int, pending_bytes: int) -> None:
         """Refuse a write that a `reject` topic cannot take; `pending_*` is what the group adds already."""
-        config = self.config
-        if config.discard != "reject":
-            return
-        caps = (
-            (config.cap_records, count, self.records + pending_records, "records"),
-            (config.cap_bytes, size_bytes, self.live_bytes + pending_bytes, "bytes"),
-        )
-        # A write that can never fit is told so first: waiting for room is of no use.
-        for cap, write, _held, unit in caps:
-            if cap and write > cap:
-                raise TopicsError(
-                    "record_too_large",
-                    f"a write of {write} {unit} can never fit topic {self.name!r}, whose cap_{unit} is {cap}",
-                    {f"cap_{unit}": cap},
-                )
-        for cap, write, held, unit in caps:
-            if cap and held + write > cap:
-                raise TopicsError(
-                    "topic_full",
-                    f"topic {self.name!r} holds {held} of at most {cap} {unit}, and its discard is 'reject'",
-                    {f"cap_{unit}": cap},
-                )
+        if self.config.discard == "reject":
+            held = self.records + pending_records, self.live_bytes + pending_bytes
+            check_room(self.name, self.config, count, size_bytes, *held)
 
     def growth(self, count: int, size_bytes: int) -> int:
         """Return how much `live_bytes` would grow by so many more records and bytes, less what the caps then evict."""

@@ -373,8 +373,9 @@ class _SecretFlag(argparse.Action):
     """A flag that is refused with a reason; an unknown one would be repeated, or taken for an abbreviation."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        variable = PREFIX + self.dest.upper()
+        variable, file = PREFIX + self.dest.upper(), f"{self.dest}_file"
+        other = f"{variable}_FILE" if file in VARIABLES else f"{self.dest} in the file that TOPICS_CONFIG names"
         parser.error(
-            f"{self.option_strings[0]}: every user of this machine sees command lines; set {variable} or"
-            f" {variable}_FILE, and replace the keys that were just shown"
+            f"{self.option_strings[0]}: every user of this machine sees command lines; set {variable} or {other}, and"
+            " replace the keys that were just shown"
         )

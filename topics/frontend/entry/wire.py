@@ -23,7 +23,8 @@ ValueT = TypeVar("ValueT")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 UTF8_STEP_BYTES: Final = 1 << 20
-_FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
+_FIELD: Final = re.compile(r"(?:missing required field `|`\$\.?)([^`]*)`$")
+"""The field at the end of an error of msgspec: one that is missing from the body itself, or the path of a value."""
 _SURROGATES: Final = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )

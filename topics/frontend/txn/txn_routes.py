@@ -9,6 +9,7 @@ from typing import Final
 
 from topics.api import answers
 from topics.api.requests import AppendBody, CommitBody, DropBody, StageBody
+from topics.core.config import check_room
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
@@ -32,7 +33,7 @@ _SINK_PATH: Final = "/v0/txn/{sink}"
 _STAGED: Final = api.ok("They are on the disk, and invisible", answers.StageAnswer)
 _STAGE_CODES: Final = ("batch_too_large", "record_too_large", "topic_full", *api.LOST)
 _COMMITTED: Final = api.ok("All of it is visible, now or from an earlier commit", answers.CommitAnswer)
-_COMMIT_CODES: Final = ("batch_too_large", "not_found", "topic_full", *api.LOST)
+_COMMIT_CODES: Final = ("batch_too_large", "record_too_large", "not_found", "topic_full", *api.LOST)
 _FORGOTTEN: Final = api.ok("It is forgotten", answers.ForgetSinkAnswer)
 
 
@@ -152,20 +153,19 @@ class TxnRoutes:
         return ref is None
 
     async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
+        """Refuse what publishing could not put into the topic. `Topic.check_room` decides, when it is published."""
         ref = self.reader.find(topic)
-        if ref is None or not _is_full(ref, records, size_bytes):
+        if ref is None:
             return
-        # Some of its records may have expired.
-        if _is_full(await self.settled(ref), records, size_bytes):
-            raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
+        try:
+            _check_room(ref, records, size_bytes)
+        except TopicsError:
+            # Some of its records may have expired.
+            _check_room(await self.settled(ref), records, size_bytes)
 
 
-def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
-    """Tell whether the topic would refuse so many more records. `Topic.check_room` decides, when they are published."""
-    view, config = ref.view, ref.config
-    over = config.cap_records and view.records + records > config.cap_records
-    over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)
-    return config.discard == "reject" and bool(over)
+def _check_room(ref: TopicRef, records: int, size_bytes: int) -> None:
+    check_room(ref.name, ref.config, records, size_bytes, ref.view.records, ref.view.live_bytes)
 
 
 def _sink(request: ApiRequest) -> str:
