@@ -96,8 +96,10 @@ def test_usage(arguments: list[str], capsys: Capture) -> None:
     "arguments",
     [
         ["verify", "a", "--cold-url"],
+        ["verify", "a", "--cold-dir"],
         ["backup", "--data-dir", "a", "--to"],
         ["backup", "--data-dir", "a", "--to", "b", "--cold-url"],
+        ["backup", "--data-dir", "a", "--to", "b", "--cold-dir"],
         ["restore", "--data-dir", "a"],
         ["archive", "list"],
     ],

@@ -28,7 +28,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", metavar="DIR", required=True, help="the service's TOPICS_DATA_DIR")
     parser.add_argument("--to", metavar="PLACE", type=place, required=True, help=PLACE)
     cold = parser.add_mutually_exclusive_group()
-    cold.add_argument("--cold-dir", metavar="DIR", help="the service's TOPICS_COLD_DIR, if it has one")
+    cold.add_argument("--cold-dir", metavar="DIR", type=place, help="the service's TOPICS_COLD_DIR, if it has one")
     cold.add_argument("--cold-url", metavar="URL", type=place, help="the same for TOPICS_COLD_URL")
 
 

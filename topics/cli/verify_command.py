@@ -29,7 +29,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data_dir", metavar="DIR", help="the service's TOPICS_DATA_DIR")
     cold = parser.add_mutually_exclusive_group()
     cold.add_argument(
-        "--cold-dir", metavar="DIR", help="the service's TOPICS_COLD_DIR: check the cold segments' data as well"
+        "--cold-dir",
+        metavar="DIR",
+        type=place,
+        help="the service's TOPICS_COLD_DIR: check the cold segments' data as well",
     )
     about = "the same for TOPICS_COLD_URL: every object is read"
     cold.add_argument("--cold-url", metavar="URL", type=place, help=about)

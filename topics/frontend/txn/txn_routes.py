@@ -153,7 +153,7 @@ class TxnRoutes:
         return ref is None
 
     async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
-        """Refuse what publishing could not put into the topic. `Topic.check_room` decides, when it is published."""
+        """Refuse what the topic could not take. Nobody asks again once the batch is decided."""
         ref = self.reader.find(topic)
         if ref is None:
             return
