@@ -321,7 +321,7 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
 
 
 def test_asking_for_sinks_that_are_not_costs_no_memory(rig: Rig) -> None:
-    sinks, others = rig.parts.sinks, (rig.fs, rig.parts.catalog)
+    sinks, others = rig.parts.sinks, (rig.fs, rig.parts.catalog, rig.parts.logs)
     none = items_kept(sinks, *others)
     assert [rig.call(TxnGet(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
     assert items_kept(sinks, *others) == none

@@ -65,6 +65,10 @@ class Logs:
     _plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
     lost_tails: int = 0
     """Topics that have lost their last records, which the log does not say yet."""
+    lacks_room: bool = False
+    """The durable log had no room for records when it was last asked: `require_room` before one joins a group, as all
+    of that is refused with it.
+    """
 
     def __post_init__(self) -> None:
         self.wal.refused = partial(self._refused, False)
@@ -117,6 +121,14 @@ class Logs:
             self._refused(True)
         return failed
 
+    def require_room(self) -> None:
+        """Raise TopicsError if the durable log has no room for records."""
+        try:
+            self.wal.require_room()
+        except WalWriteError as error:
+            raise self.refusal(error) from error
+        self.lacks_room = False
+
     def sync_failed(self, file_no: int, error: OSError) -> None:
         """Save in a new file what a failed background sync should have covered, or make the log read-only."""
         self._relocate(self.wal.sync_failed(file_no, error))
@@ -159,6 +171,8 @@ class Logs:
                 wal.require_room()
             times = wal.commit(plan, buffers, sync, sum([write.frames for write in writes]))
         except (WalWriteError, WalSyncError) as error:
+            is_full = isinstance(error, WalWriteError) and error.errno == errno.ENOSPC
+            self.lacks_room |= is_full and wal is self.wal
             refusal = self.refusal(error)
             return [(write, refusal) for write in writes]
         wal_us, fsync_us = int(times.write_us), int(times.fsync_us)
