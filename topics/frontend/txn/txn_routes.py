@@ -47,6 +47,7 @@ class TxnRoutes:
     """Returns a topic with exact floors, count and bytes."""
     settings: Settings
     topics: Quota
+    total_bytes: Quota
 
     @api.json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
     @api.describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
@@ -57,7 +58,7 @@ class TxnRoutes:
         body = await request.body(self.settings.max_body_bytes)
         txn, records = await asyncio.to_thread(self._read, body)
         self.topics.require(self._check_topic(topic))
-        await self._check_room(topic, records.count, len(records.buffer))
+        self.total_bytes.require(await self._check_room(topic, records.count, len(records.buffer)))
         stage = await asyncio.to_thread(self.coordinator.stages.make, topic, txn, records)
         size = {"count": records.count, "bytes": len(records.buffer)}
         ttl_ms = self.coordinator.stages.ttl_ms
@@ -101,12 +102,13 @@ class TxnRoutes:
                 counted, counted_bytes = sums.get(topic, (0, 0))
                 sums[topic] = counted + count, counted_bytes + size_bytes
             request.caller.require(KeyScope.WRITE, sums)
-            slices, new = Slices(), 0
+            slices, new, growth_bytes = Slices(), 0, 0
             for topic, (count, size_bytes) in sums.items():
                 new += self._check_topic(topic)
-                await self._check_room(topic, count, size_bytes)
+                growth_bytes += await self._check_room(topic, count, size_bytes)
                 await slices.yield_if_over()
             self.topics.require(new)
+            self.total_bytes.require(growth_bytes)
             claimed = await asyncio.to_thread(self.coordinator.stages.claim, heads, sink, given.batch)
             stages = [(stage, head.topic) for stage, head in zip(claimed, heads.values(), strict=True)]
             duplicate, last_batch, records = await self.coordinator.commit(sink, given.batch, stages)
@@ -151,13 +153,17 @@ class TxnRoutes:
             )
         return ref is None
 
-    async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
+    async def _check_room(self, topic: str, records: int, size_bytes: int) -> int:
+        """Refuse what the topic has no room for. Return the bytes by which it grows, once its caps have made room."""
         ref = self.reader.find(topic)
-        if ref is None or not _is_full(ref, records, size_bytes):
-            return
-        # Some of its records may have expired.
-        if _is_full(await self.settled(ref), records, size_bytes):
-            raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
+        if ref is None:
+            return size_bytes
+        if _is_full(ref, records, size_bytes):
+            # Some of its records may have expired.
+            ref = await self.settled(ref)
+            if _is_full(ref, records, size_bytes):
+                raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
+        return _growth(ref, records, size_bytes)
 
 
 def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
@@ -166,6 +172,16 @@ def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
     over = config.cap_records and view.records + records > config.cap_records
     over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)
     return config.discard == "reject" and bool(over)
+
+
+def _growth(ref: TopicRef, records: int, size_bytes: int) -> int:
+    """Return by how many bytes so many more records make the topic grow at least: a cap of records may evict any."""
+    view, config = ref.view, ref.config
+    if config.discard == "reject":
+        return size_bytes
+    if config.cap_records and view.records + records > config.cap_records:
+        return 0
+    return min(size_bytes, max(0, config.cap_bytes - view.live_bytes)) if config.cap_bytes else size_bytes
 
 
 def _sink(request: ApiRequest) -> str:
