@@ -19,7 +19,7 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
-from topics.log import get_logger
+from topics.log import SparseLines, get_logger
 from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
@@ -32,7 +32,7 @@ from topics.walshard.hosted.hosted import Hosted
 
 log = get_logger()
 
-FAILURE_LOG_INTERVAL_MS: Final = 1_000
+LOG_EVERY_S: Final = 1.0
 SYNC_INTERVAL_MS: Final = 1_000
 UNSYNCED_BYTES: Final = 8 * 1024 * 1024
 UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
@@ -60,8 +60,6 @@ class Logs:
     _cell: ProcessCell
     _recovered: tuple[WalEnd | None, WalEnd | None]
     _clock: Clock
-    _logged_ms: int = -FAILURE_LOG_INTERVAL_MS
-    _unlogged: int = 0
     _plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
     lost_tails: int = 0
     """Topics that have lost their last records, which the log does not say yet."""
@@ -74,6 +72,7 @@ class Logs:
         self.wal.refused = partial(self._refused, False)
         if self.ram is not None:
             self.ram.refused = partial(self._refused, True)
+        self._refusals = SparseLines(LOG_EVERY_S, lambda: self._clock.monotonic_ms() / 1000)
         self._former_lives = {counter: self._cell.get(counter) for counter in _COUNTERS}
 
     def holds(self, entry: JournalEntry) -> bool:
@@ -207,12 +206,8 @@ class Logs:
 
     def _log_refusal(self, error: WalWriteError | WalSyncError) -> None:
         """Log a refusal, once a second at most: a full disk refuses every write."""
-        now_ms = self._clock.monotonic_ms()
-        if now_ms - self._logged_ms < FAILURE_LOG_INTERVAL_MS:
-            self._unlogged += 1
-            return
-        log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=self._unlogged)
-        self._logged_ms, self._unlogged = now_ms, 0
+        if (left_out := self._refusals.left_out()) is not None:
+            log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=left_out)
 
     def _relocate(self, moved: Moved | None) -> None:
         if moved is not None:
