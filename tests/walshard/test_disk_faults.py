@@ -149,6 +149,22 @@ def test_where_records_find_no_room_jobs_are_acknowledged_all_the_same(tmp_path:
     rig.close()
 
 
+@pytest.mark.parametrize("config", [TopicConfig(), TopicConfig(durability="ephemeral")], ids=["disk", "ephemeral"])
+def test_a_write_that_finds_no_room_makes_no_topic(tmp_path: Path, config: TopicConfig) -> None:
+    """The topics of writes that a full /dev/shm refused were there, and empty."""
+    fs = NoRoom()
+    rig = Rig(str(tmp_path), fs)
+    rig.append("t", b"x" * ROOM_STEP_BYTES, config=config)
+    fs.is_full = True
+    with pytest.raises(TopicsError) as refused:
+        rig.append("new", b"refused", config=config)
+    assert refused.value.detail == {"cause": "ENOSPC", "read_only": False}
+    assert not rig.exists("new")
+    fs.is_full = False
+    assert rig.append("new", b"taken", config=config).created
+    rig.close()
+
+
 def test_after_a_failed_sync_what_was_acknowledged_is_elsewhere_and_what_was_not_is_gone(
     rig: Rig, fs: FaultyFileSystem
 ) -> None:

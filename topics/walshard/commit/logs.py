@@ -120,13 +120,16 @@ class Logs:
             self._refused(True)
         return failed
 
-    def require_room(self) -> None:
-        """Raise TopicsError if the durable log has no room for records."""
+    def require_room(self, in_ram: bool = False) -> None:
+        """Raise TopicsError if the durable log, or that in RAM, has no room for records."""
+        wal = self.ram if in_ram else self.wal
         try:
-            self.wal.require_room()
+            if wal is not None:
+                wal.require_room()
         except WalWriteError as error:
             raise self.refusal(error) from error
-        self.lacks_room = False
+        if not in_ram:
+            self.lacks_room = False
 
     def sync_failed(self, file_no: int, error: OSError) -> None:
         """Save in a new file what a failed background sync should have covered, or make the log read-only."""
