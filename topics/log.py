@@ -7,8 +7,10 @@ file never mix.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TextIO, cast
 
@@ -67,6 +69,26 @@ def identify(role: str, index: int | None = None) -> None:
 def _add_process(logger: Any, method: str, event: EventDict) -> EventDict:
     first = {key: event.pop(key) for key in ("timestamp", "level")}
     return {**first, **_process, "event": event.pop("event"), **event}
+
+
+class SparseLines:
+    """Lines of one kind that requests can cause: one in `every_s`, which says how many were left out before it."""
+
+    def __init__(self, every_s: float, time_s: Callable[[], float]) -> None:
+        self._every_s = every_s
+        self._time_s = time_s
+        self._next_s = -math.inf
+        self._left_out = 0
+
+    def left_out(self) -> int | None:
+        """Return how many were left out before the next line; None if that is left out, too."""
+        now_s = self._time_s()
+        if now_s < self._next_s:
+            self._left_out += 1
+            return None
+        self._next_s = now_s + self._every_s
+        left_out, self._left_out = self._left_out, 0
+        return left_out
 
 
 class _Stderr:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -492,6 +493,32 @@ def test_the_loan_of_a_restore_that_was_killed_ends_with_the_next_one(borrowing:
     own = read_borrowed(FS, borrowing.data_dir)
     assert own is not None
     assert borrowing.archive.store.list("loans/") == sorted([note.loan, own.loan])
+
+
+def test_a_restore_that_is_told_to_end_ends_its_loan(borrowing: Borrowing) -> None:
+    """By SIGTERM, as `timeout`, systemd and containers do it: the archive was not pruned any more."""
+    target, loans = borrowing.root / "other", borrowing.archive.store.list("loans/")
+    idx = next(ref for ref in plan(borrowing.archive, WantedMoment()).base.files if ref.path.endswith(".idx"))
+    held = borrowing.place / "archive" / idx.name
+    content = held.read_bytes()
+    held.unlink()
+    os.mkfifo(held)
+    command = [sys.executable, "-c", "import sys; from topics.cli.main import main; sys.exit(main())"]
+    with subprocess.Popen([*command, "restore", str(borrowing.place), "--data-dir", str(target)]) as restoring:
+        poll("its loan", lambda: len(borrowing.archive.store.list("loans/")) > len(loans))
+        restoring.terminate()
+
+        def has_ended() -> bool:
+            with suppress(OSError):  # nobody reads it
+                os.close(os.open(held, os.O_WRONLY | os.O_NONBLOCK))
+            return restoring.poll() is not None
+
+        poll("its end", has_ended)
+    held.unlink()
+    held.write_bytes(content)
+    assert restoring.returncode == 128 + signal.SIGTERM
+    assert borrowing.archive.store.list("loans/") == loans
+    assert not target.exists()
 
 
 def test_the_loan_of_a_restore_that_loses_the_archive_ends_with_the_next_one(borrowing: Borrowing) -> None:

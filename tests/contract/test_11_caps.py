@@ -236,6 +236,29 @@ def test_a_full_service_takes_a_topic_that_evicts_what_it_takes(start: Any) -> N
     throttled(answer, "max_total_bytes", 30_000)
 
 
+def test_stages_and_commits_ask_for_total_bytes(start: Any) -> None:
+    service = start(max_total_bytes=30_000)
+    put(service.client, "ring", cap_records=5)
+    for n in range(5):
+        write(service.client, "ring", f"{n}" * 1000)
+
+    def stage(topic: str, data: str = "x" * 1000) -> httpx.Response:
+        return service.client.post(f"/v0/stage/{topic}", json={"txn": "t", "records": [{"data": data}]})
+
+    def commit(batch: int, *stages: str) -> httpx.Response:
+        return service.client.post("/v0/txn/s/commit", json={"batch": batch, "stages": list(stages)})
+
+    early = [ok(stage("log", "x" * 12_000))["stage"] for _ in range(2)]
+    while service.client.post("/v0/topics/log", json={"records": [{"data": "x" * 1000}]}).status_code < 300:
+        pass
+    throttled(stage("log"), "max_total_bytes", 30_000)
+    throttled(commit(1, *early), "max_total_bytes", 30_000)
+    assert ok(commit(1, ok(stage("ring"))["stage"]))["count"] == 1, "its cap makes the room"
+    ok(service.client.post("/v0/topics/log/delete", json={"before_seq": 15}))
+    throttled(commit(2, *early), "max_total_bytes", 30_000)
+    assert ok(commit(2, early[0]))["count"] == 1
+
+
 def test_the_refusal_has_the_envelope_of_every_error(start: Any) -> None:
     service = start(max_topics=1)
     put(service.client, "a")

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.frontend.live import Live, on_loop
 from topics.core.errors import TopicsError
 from topics.frontend.queues.dead_letter_moves import DeadLetters
 from topics.frontend.queues.dealt_jobs import UnreadableJobs
+from topics.shm.queue_messages import Dealt
 from topics.storage.frame import lay_out
 
 LETTER = b'{"$dead_letter_from":"q"}'
@@ -44,3 +46,20 @@ def test_a_redrive_takes_nothing_of_a_topic_that_has_the_name_of_its_dead_letter
         assert live.reader.get("dead").view.records == 3
 
     on_loop(tmp_path, test)
+
+
+def test_the_log_tells_once_of_all_dead_letters_that_are_refused_at_once(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("q", type="queue")
+        await live.write("q", 3)
+        await live.put("dead", cap_records=1, discard="reject")
+        await live.write("dead")
+        letters = DeadLetters(live.gateway, live.reader, UnreadableJobs())
+        await letters.start_move("q", Dealt(1, [], 0, 0, [], 0, [1, 2, 3], [1] * 3, [""] * 3, "dead"))
+
+    with capture_logs() as lines:
+        on_loop(tmp_path, test)
+    told = [line for line in lines if "dead letter" in line["event"]]
+    assert [(line["event"], line["seq"], line["records"]) for line in told] == [
+        ("dead letters cannot be written", 1, 3)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -427,6 +428,22 @@ def test_a_damaged_frame_ends_the_page_before_it_and_is_named(hosting: Hosting, 
     assert detail["offset"] == offset
     assert f"seg-{11:020d}.data is corrupt at offset {offset}" in refused.value.message
     assert seqs(read(hosting, bad_seq)) == list(range(bad_seq + 1, 31)), "what lies behind it can be read"
+
+
+def test_the_log_tells_of_damage_once_a_second_however_often_it_is_read(
+    hosting: Hosting, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hosting.make("t")
+    fill(hosting, 3, plain=True)
+    hosting.checkpoint("t")
+    damage(hosting.data_path("t", 1), WHERE["payload"])
+    for pause_ms in (0, 0, 0, 1_000):
+        hosting.clock.ms += pause_ms
+        with pytest.raises(TopicsError, match="is corrupt at offset 0"):
+            read(hosting)
+    said = "".join(capfd.readouterr())
+    assert said.count("a segment is corrupt") == 2
+    assert re.findall(r"more_like_it\W+(\d+)", said) == ["0", "2"]
 
 
 def test_damage_costs_no_other_segment_what_is_known_of_it(hosting: Hosting) -> None:

@@ -16,9 +16,10 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.idempotency import ProducerTurn, producer_key
 from topics.shm.asks import Message
-from topics.shm.queue_messages import Claim, Peek, WorkOpen
+from topics.shm.queue_messages import Ack, Claim, Peek, WorkOpen
 from topics.shm.topic_messages import Checkpoint, PutTopic
 from topics.storage.layout import group_dir
+from topics.storage.wal import ROOM_STEP_BYTES
 
 FSYNC = TopicConfig(durability="fsync")
 
@@ -116,6 +117,52 @@ def test_a_full_disk_refuses_until_there_is_room(rig: Rig, fs: FaultyFileSystem)
     assert outcome(rig, block) == "ok"
     rig.boot()
     assert stored(rig) == [block] * (committed + 1)
+
+
+class NoRoom(FaultyFileSystem):
+    """A disk that has no more room than is kept, as long as it is told so."""
+
+    is_full = False
+
+    def free_bytes(self, path: str) -> int:
+        return 0 if self.is_full else super().free_bytes(path)
+
+
+def test_where_records_find_no_room_jobs_are_acknowledged_all_the_same(tmp_path: Path) -> None:
+    """A group was refused as a whole: as long as writers tried again, no job could be acknowledged."""
+    fs = NoRoom()
+    rig = Rig(str(tmp_path), fs)
+    config = TopicConfig(type="queue")
+    rig.append("q", *[b"1"] * 4, config=config)
+    rig.call(Claim("q", "w", 4, 60_000, 1))
+    rig.append("t", b"x" * ROOM_STEP_BYTES)
+    fs.is_full = True
+    assert outcome(rig, b"refused") == "storage_unavailable"
+    before = rig.cell.get("wal_batches")
+    appends = [rig.post_append(name, [b"refused"], config=config) for name in ("t", "q", "new")]
+    put, ack = rig.post_call(PutTopic("put", config, True)), rig.post_call(Ack("q", "w", [1, 2], None))
+    rig.run()
+    assert [rig.replies[id].detail for id in (*appends, put)] == [{"cause": "ENOSPC", "read_only": False}] * 4
+    assert (rig.replies[ack].count, rig.cell.get("wal_batches") - before) == (2, 1)
+    fs.is_full = False
+    assert outcome(rig, b"taken") == "ok"
+    rig.close()
+
+
+@pytest.mark.parametrize("config", [TopicConfig(), TopicConfig(durability="ephemeral")], ids=["disk", "ephemeral"])
+def test_a_write_that_finds_no_room_makes_no_topic(tmp_path: Path, config: TopicConfig) -> None:
+    """The topics of writes that a full /dev/shm refused were there, and empty."""
+    fs = NoRoom()
+    rig = Rig(str(tmp_path), fs)
+    rig.append("t", b"x" * ROOM_STEP_BYTES, config=config)
+    fs.is_full = True
+    with pytest.raises(TopicsError) as refused:
+        rig.append("new", b"refused", config=config)
+    assert refused.value.detail == {"cause": "ENOSPC", "read_only": False}
+    assert not rig.exists("new")
+    fs.is_full = False
+    assert rig.append("new", b"taken", config=config).created
+    rig.close()
 
 
 def test_after_a_failed_sync_what_was_acknowledged_is_elsewhere_and_what_was_not_is_gone(

@@ -298,6 +298,26 @@ def test_dead_letters_are_counted_over_restarts(rig: Rig) -> None:
     assert counts(rig) == (1, 0, 2)
 
 
+def test_a_late_end_of_a_move_is_that_of_a_queue_and_not_of_a_name(rig: Rig) -> None:
+    """The dead letters of a deleted queue came late, and a job of the queue that had its name by then was removed."""
+    ids = []
+    for _ in range(2):
+        queue(rig, 1, max_deliveries=1, dead_letter="dead")
+        claim(rig)
+        rig.call(Nack("q", "w", [1], None, 0))
+        dealt = claim(rig)
+        assert dealt.dead == [1]
+        ids.append(dealt.topic_id)
+        if len(ids) == 1:
+            rig.call(DeleteTopic("q", False))
+    for late in (Bury("q", [1], ids[0]), Release("q", [1], 0, ids[0])):
+        with pytest.raises(TopicsError) as refused:
+            rig.call(late)
+        assert refused.value.code == "topic_not_found"
+    assert (rig.view("q").records, claim(rig).dead) == (1, [])
+    assert rig.call(Bury("q", [1], ids[1])).count == 1
+
+
 def test_who_does_not_bring_its_dead_letters_away_loses_them(rig: Rig) -> None:
     queue(rig, 1, max_deliveries=1, dead_letter="dead")
     claim(rig)

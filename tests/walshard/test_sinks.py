@@ -32,7 +32,7 @@ from topics.shm.topic_messages import (
 from topics.storage import layout
 from topics.storage.frame import lay_out
 from topics.storage.segment_check import FileKind
-from topics.storage.txn_files import sink_name
+from topics.storage.txn_files import claimed_id, sink_name
 from topics.storage.verify import verify
 
 KILLED_IN = (*MODULES, "/topics/storage/filesystem.py")
@@ -259,8 +259,8 @@ def test_published_records_are_synced_whatever_the_class(rig: Rig) -> None:
 def test_a_stage_that_is_not_there_or_not_whole_decides_nothing(rig: Rig) -> None:
     (one, topic), *_ = stages = stage(rig, ("a", [b"1"]))
     stages_of(rig).drop([one])
-    with pytest.raises(TopicsError, match="there is no stage"):
-        rig.call(TxnBegin("s", 0, stages))
+    with pytest.raises(TopicsError, match=f"there is no stage '{one}': dropped, expired, or another batch's"):
+        rig.call(TxnBegin("s", 0, [(claimed_id(one, "s", 0), topic)]))
     assert rig.call(TxnGet("s")).outcome == "none"
     stages = stage(rig, ("a", [b"1"]))
     path = Path(rig.settings.data_dir, "txn", "stages", f"{stages[0][0]}.stage")
@@ -321,7 +321,7 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
 
 
 def test_asking_for_sinks_that_are_not_costs_no_memory(rig: Rig) -> None:
-    sinks, others = rig.parts.sinks, (rig.fs, rig.parts.catalog)
+    sinks, others = rig.parts.sinks, (rig.fs, rig.parts.catalog, rig.parts.logs)
     none = items_kept(sinks, *others)
     assert [rig.call(TxnGet(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
     assert items_kept(sinks, *others) == none

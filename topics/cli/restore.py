@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
+import sys
 from functools import partial
 from typing import Final
 
@@ -62,6 +64,7 @@ def _topic_seq(text: str) -> tuple[str, int]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # it ends its loan, as on Ctrl-C
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
     if options.take_over:

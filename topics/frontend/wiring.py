@@ -146,6 +146,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     cells = [link.cell for link in gateway.links]
     topic_quota = Quota("topics", settings.max_topics, "topics", cells[0], cells)
+    bytes_quota = Quota("total_bytes", settings.max_total_bytes, "bytes_live", cells[0], cells)
     room_bytes = partial(room_left_bytes, fs, settings.data_dir, shared.control.cut_bytes)
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms, room_bytes))
     probes = ProbeRoutes(shared.control, clock)
@@ -161,7 +162,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
         QueueRoutes(queue_services, catching_up, settings, cell),
         work,
         CursorRoutes(gateway, reader, catching_up, settings, cell, access.require_leader),
-        TxnRoutes(append, coordinator, reader, topics.settled, settings, topic_quota),
+        TxnRoutes(append, coordinator, reader, topics.settled, settings, topic_quota, bytes_quota),
         ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock, borrowed),
         TailRoutes(shared.control, origin, clock, settings.advertise_url or ""),
         metrics,

@@ -18,7 +18,7 @@ class Dealt(Message, frozen=True):
     """Leased jobs: ascending seqs, their leases numbered from `first_lease_no` on.
 
     `dead` jobs have had all their deliveries (`dead_deliveries`): the frontend moves them, with their `dead_order_keys`
-    ("" for none), to the topic `dead_letter` and then has the shard `Bury` them.
+    ("" for none), to the topic `dead_letter` and then has the shard `Bury` them. All are of the queue `topic_id`.
     """
 
     stream: int
@@ -35,6 +35,7 @@ class Dealt(Message, frozen=True):
     """True if the queue was deleted, and its streams with it."""
     refused: bool = False
     """True if leases cannot be logged, so nobody gets jobs. A claim must not answer that there are none."""
+    topic_id: int = 0
 
 
 class Waiting(Message, frozen=True):
@@ -138,18 +139,22 @@ class WorkClose(Message, Asks[Done], frozen=True):
 
 
 class Bury(Message, Asks[RemoveReply], frozen=True):
-    """Remove these dead jobs: they are in the dead-letter topic now."""
+    """Remove these dead jobs: they are in the dead-letter topic now. Of the queue of this id alone, if not 0."""
 
     name: str
     seqs: list[int]
+    topic_id: int = 0
 
 
 class Release(Message, Asks[Done], frozen=True):
-    """Release dead or reserved jobs that could not be moved: they may be dealt again after `delay_ms`."""
+    """Release dead or reserved jobs that could not be moved: they may be dealt again after `delay_ms`. `topic_id` is as
+    in `Bury`.
+    """
 
     name: str
     seqs: list[int]
     delay_ms: int
+    topic_id: int = 0
 
 
 class Peek(Message, Asks[Peeked], frozen=True):
@@ -162,7 +167,7 @@ class Peek(Message, Asks[Peeked], frozen=True):
 
 
 class Reserve(Message, Asks[Reserved], frozen=True):
-    """Reserve free ones of these records, which a queue then does not deal. Of the topic of this id alone, if not 0."""
+    """Reserve free ones of these records, which a queue then does not deal. `topic_id` is as in `Bury`."""
 
     name: str
     seqs: list[int]
@@ -170,7 +175,7 @@ class Reserve(Message, Asks[Reserved], frozen=True):
 
 
 class Remove(Message, Asks[RemoveReply], frozen=True):
-    """Delete exactly these records of a topic of any type, as far as they exist; `topic_id` is as in `Reserve`."""
+    """Delete exactly these records of a topic of any type, as far as they exist; `topic_id` is as in `Bury`."""
 
     name: str
     seqs: list[int]

@@ -79,7 +79,12 @@ def is_stage_id(text: str) -> bool:
 
 def claimed_id(stage_id: str, sink: str, batch: int) -> str:
     """Return the id of a stage once this batch has claimed it."""
-    return f"{stage_id[:_UNCLAIMED_LEN]}-{xxh3_64_hexdigest(b'%b/%d' % (sink.encode(), batch))}"
+    return f"{unclaimed_id(stage_id)}-{xxh3_64_hexdigest(b'%b/%d' % (sink.encode(), batch))}"
+
+
+def unclaimed_id(stage_id: str) -> str:
+    """Return the id that a client has of a stage."""
+    return stage_id[:_UNCLAIMED_LEN]
 
 
 def stage_name(stage_id: str) -> str:

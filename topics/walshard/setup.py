@@ -183,14 +183,14 @@ def _put_together(
     commits = Commits(logs, syncs, rings, catalog, recovered.fold.lost_end, time)
 
     deletes = Deletes(catalog, tags, time)
-    appends = Appends(catalog, holdings, deletes, time)
+    appends = Appends(catalog, holdings, logs, deletes, time)
     queues = Queues(catalog, deletes, rings.push, cell, time)
     cursors = NamedCursors(catalog, time)
     sessions = WatchSessions(holdings, time)
     sessions.recovered(recovered.fold.sessions)
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
     routing = _make_routing(place, recovered.fold.routers, catalog, holdings, deletes)
-    topic_calls = TopicCalls(catalog, deletes, routing.log_feed, place.ram_directory, time)
+    topic_calls = TopicCalls(catalog, logs, deletes, routing.log_feed, place.ram_directory, time)
     log_trim = LogTrim(logs, catalog, frame_tags, archive)
     segments = SegmentHandover(catalog, files, logs, log_trim, time)
     talk = rings.notify, rings.forget_notices, rings.drain_dead

@@ -33,7 +33,7 @@ from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderT
 from topics.frontend.http.frame_budget import CheckedFrames, ClientAddresses, FrameBudget
 from topics.frontend.http.http1_parser import uri_too_long
 from topics.frontend.http.websocket_input import PING_INTERVAL_S
-from topics.log import get_logger
+from topics.log import SparseLines, get_logger
 
 CLOSED_NAP_S: Final = 0.05
 """A pinger's sleep on a connection that is already closed."""
@@ -46,18 +46,12 @@ class SparseLog:
     """Warnings of one kind that clients can cause: one in LOG_EVERY_S, with the number of those left out before it."""
 
     def __init__(self, time_s: Callable[[], float]) -> None:
-        self._time_s = time_s
-        self._next_s = -math.inf
-        self._left_out = 0
+        self._lines = SparseLines(LOG_EVERY_S, time_s)
 
     def warn(self, why: str, **values: object) -> None:
         """Log that a connection was cut, and why; or count it."""
-        if self._time_s() < self._next_s:
-            self._left_out += 1
-            return
-        log.warning("a connection was cut", why=why, left_out=self._left_out, **values)
-        self._next_s = self._time_s() + LOG_EVERY_S
-        self._left_out = 0
+        if (left_out := self._lines.left_out()) is not None:
+            log.warning("a connection was cut", why=why, left_out=left_out, **values)
 
 
 class _Flag(EventWrapper):

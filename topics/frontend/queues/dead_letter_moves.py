@@ -14,7 +14,7 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.dead_letters import FROM, ORDER_KEY, Meta, dead_letter_meta, redriven_meta
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, topic_not_found
 from topics.core.idempotency import KeyMark
 from topics.frontend.entry.responses import encode_json
 from topics.frontend.queues.dealt_jobs import ASIDE_MS, UnreadableJobs
@@ -80,10 +80,10 @@ class DeadLetters:
             copied, unreadable = await self._copy_dead(name, dealt)
             left = sorted(set(dealt.dead).difference(copied, unreadable))
             if copied:
-                await self._gateway.call(shard, Bury(name, copied))
+                await self._gateway.call(shard, Bury(name, copied, dealt.topic_id))
             for seqs, wait_ms in ((left, RETRY_MS), (unreadable, ASIDE_MS)):
                 if seqs:
-                    await self._gateway.call(shard, Release(name, seqs, wait_ms))
+                    await self._gateway.call(shard, Release(name, seqs, wait_ms, dealt.topic_id))
         except TopicsError as error:
             # The shard deals them again when this frontend has been silent for long enough.
             _log.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
@@ -93,10 +93,12 @@ class DeadLetters:
         unreadable: list[int] = []
         try:
             ref = self._reader.get(name)
+            if dealt.topic_id not in (0, ref.view.topic_id):
+                raise topic_not_found(name)
             epoch = self._reader.epoch_of(ref.view.topic_id)
             copies = []
             # All at once: if the cold directory does not answer, one read takes as long as all of them.
-            found = await asyncio.gather(*[self._read(name, seq) for seq in dealt.dead], return_exceptions=True)
+            found = await asyncio.gather(*[self._read(ref, seq) for seq in dealt.dead], return_exceptions=True)
             dead = zip(dealt.dead, dealt.dead_deliveries, dealt.dead_order_keys, found, strict=True)
             for seq, deliveries, order_key, records in dead:
                 if isinstance(records, BaseException):
@@ -165,13 +167,13 @@ class DeadLetters:
         seqs, refusal = await self._append(name, copies, None)
         left = sorted(carried.difference(seqs))
         if left and ref.config.type == "queue":
-            self._gateway.post(owner, Release(ref.name, left, 0))
+            self._gateway.post(owner, Release(ref.name, left, 0, topic_id))
         # Another redrive may have copied the same records. The one that removes a record has moved it.
         return (await self._gateway.call(owner, Remove(ref.name, seqs, topic_id))).count if seqs else 0, refusal
 
-    async def _read(self, name: str, seq: int) -> list[_Record]:
+    async def _read(self, ref: TopicRef, seq: int) -> list[_Record]:
         """Return the record, or no record if it is deleted."""
-        page = await self._reader.fetch_page(self._reader.get(name), seq - 1, _PAGE, seq)
+        page = await self._reader.fetch_page(self._reader.refresh(ref), seq - 1, _PAGE, seq)
         return _decode_records(b"[%b]" % page.body)
 
     async def _append(
@@ -194,14 +196,18 @@ class DeadLetters:
             )
             await slices.yield_if_over()
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        done = []
-        refusal: TopicsError | None = None
+        done, refused = list[int](), dict[int, TopicsError]()
         for copy, outcome in zip(copies, outcomes, strict=True):
             if isinstance(outcome, TopicsError):
-                refusal = refusal or outcome
-                _log.warning("a dead letter cannot be written", topic=name, seq=copy.record.seq, reason=outcome.message)
+                refused[copy.record.seq] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 done.append(copy.record.seq)
+        if not refused:
+            return done, None
+        seq, refusal = next(iter(refused.items()))
+        _log.warning(
+            "dead letters cannot be written", topic=name, seq=seq, records=len(refused), reason=refusal.message
+        )
         return done, refusal

@@ -27,7 +27,7 @@ from topics.frontend.reads.files import LogFiles, SegmentCache
 from topics.frontend.reads.located_records import LocatedRecords, MismatchError, MovedError, RecordStores, unmoved
 from topics.frontend.reads.records import PageOptions, render
 from topics.frontend.shards.arenas import Arenas
-from topics.log import get_logger
+from topics.log import SparseLines, get_logger
 from topics.shm.arena import ArenaReader, SlotState, TopicView
 from topics.storage.segment import CorruptSegment
 
@@ -86,6 +86,7 @@ _BEYOND_BYTES: Final = 64 * 1024
 _TRIES: Final = 8
 _CHANGES: Final = "its index changes faster than it can be read"
 _COLD_TRIES: Final = 16
+LOG_EVERY_S: Final = 1.0
 _T = TypeVar("_T")
 
 _log = get_logger()
@@ -153,6 +154,7 @@ class TopicReader:
         self._clock = clock
         self._epoch_mask = epoch_mask
         self._now_ms = 0
+        self._failures = SparseLines(LOG_EVERY_S, lambda: clock.monotonic_ms() / 1000)
 
     def epoch_of(self, topic_id: int) -> int:
         """Return what names this instance of a topic to clients: another one after a restore from an archive."""
@@ -244,10 +246,10 @@ class TopicReader:
                     # The segment was dropped or rewritten in the meantime. Then a new view no longer names it.
                     reason = str(error)
                     if was_gone:
-                        raise _unreadable(ref, reason) from error
+                        raise self._unreadable(ref, reason) from error
                     was_gone = True
             ref = self.refresh(ref)
-        raise _unreadable(ref, reason)
+        raise self._unreadable(ref, reason)
 
     async def fetch(self, miss: ColdMissError) -> None:
         """Fetch the bytes that a page lacked (`ColdTier.fetch`)."""
@@ -267,12 +269,12 @@ class TopicReader:
             except CorruptSegment as damage:
                 self.stores.segments.forget(damage.path)
                 if self.stores.cold is None or not self.stores.cold.forget(_in_topics_dir(damage.path)):
-                    raise _corrupt(ref, damage) from damage
+                    raise self._corrupt(ref, damage) from damage
                 reason = str(damage)
             except OSError as error:
-                raise _unreadable(ref, str(error)) from error
+                raise self._unreadable(ref, str(error)) from error
             ref = self.refresh(ref)
-        raise _unreadable(ref, reason)
+        raise self._unreadable(ref, reason)
 
     def _records(self, ref: TopicRef) -> LocatedRecords:
         return LocatedRecords(self.stores, ref.shard, ref.arena, ref.slot, ref.view)
@@ -338,6 +340,26 @@ class TopicReader:
         whole = bodies[0] if len(bodies) == 1 else b",".join(bodies)
         return self._page(view, whole, count, cursor, tombstone, cursor - start, len(records.cold_segments))
 
+    def _unreadable(self, ref: TopicRef, reason: str) -> TopicsError:
+        if (left_out := self._failures.left_out()) is not None:
+            _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason, more_like_it=left_out)
+        return TopicsError(
+            "storage_unavailable", f"topic {ref.name!r} cannot be read: {reason}", {"topic": ref.name, "reason": reason}
+        )
+
+    def _corrupt(self, ref: TopicRef, damage: CorruptSegment) -> TopicsError:
+        """Return the error for damage, never taken for absence: the reader stays before it, and learns where."""
+        segment, where = _in_topics_dir(damage.path), {"offset": damage.offset, "reason": damage.reason}
+        if (left_out := self._failures.left_out()) is not None:
+            _log.error("a segment is corrupt", topic=ref.name, path=damage.path, **where, more_like_it=left_out)
+        return TopicsError(
+            "storage_unavailable",
+            f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
+            f" {damage.reason}; restore the file from a copy (put that beside it, then rename it to this name), or give"
+            " up its records by a delete with before_seq",
+            {"topic": ref.name, "segment": segment, **where},
+        )
+
     def _page(
         self,
         view: TopicView,
@@ -376,26 +398,6 @@ def _lost_run(records: LocatedRecords, view: TopicView, first_seq: int, last_seq
                 break
             seq += 1
     return _gap(view, first_seq, last_seq, reason.name.lower())
-
-
-def _unreadable(ref: TopicRef, reason: str) -> TopicsError:
-    _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason)
-    return TopicsError(
-        "storage_unavailable", f"topic {ref.name!r} cannot be read: {reason}", {"topic": ref.name, "reason": reason}
-    )
-
-
-def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
-    """Return the error for damage, which is never taken for absence: the reader stays before it, and learns where."""
-    segment = _in_topics_dir(damage.path)
-    _log.error("a segment is corrupt", topic=ref.name, path=damage.path, offset=damage.offset, reason=damage.reason)
-    return TopicsError(
-        "storage_unavailable",
-        f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
-        f" {damage.reason}; restore the file from a copy (put that beside it, then rename it to this name), or give up"
-        " its records by a delete with before_seq",
-        {"topic": ref.name, "segment": segment, "offset": damage.offset, "reason": damage.reason},
-    )
 
 
 def _in_topics_dir(path: str) -> str:

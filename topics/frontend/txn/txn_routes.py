@@ -48,6 +48,7 @@ class TxnRoutes:
     """Returns a topic with exact floors, count and bytes."""
     settings: Settings
     topics: Quota
+    total_bytes: Quota
 
     @api.json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
     @api.describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
@@ -58,7 +59,7 @@ class TxnRoutes:
         body = await request.body(self.settings.max_body_bytes)
         txn, records = await asyncio.to_thread(self._read, body)
         self.topics.require(self._check_topic(topic))
-        await self._check_room(topic, records.count, len(records.buffer))
+        self.total_bytes.require(await self._check_room(topic, records.count, len(records.buffer)))
         stage = await asyncio.to_thread(self.coordinator.stages.make, topic, txn, records)
         size = {"count": records.count, "bytes": len(records.buffer)}
         ttl_ms = self.coordinator.stages.ttl_ms
@@ -102,12 +103,13 @@ class TxnRoutes:
                 counted, counted_bytes = sums.get(topic, (0, 0))
                 sums[topic] = counted + count, counted_bytes + size_bytes
             request.caller.require(KeyScope.WRITE, sums)
-            slices, new = Slices(), 0
+            slices, new, growth_bytes = Slices(), 0, 0
             for topic, (count, size_bytes) in sums.items():
                 new += self._check_topic(topic)
-                await self._check_room(topic, count, size_bytes)
+                growth_bytes += await self._check_room(topic, count, size_bytes)
                 await slices.yield_if_over()
             self.topics.require(new)
+            self.total_bytes.require(growth_bytes)
             claimed = await asyncio.to_thread(self.coordinator.stages.claim, heads, sink, given.batch)
             stages = [(stage, head.topic) for stage, head in zip(claimed, heads.values(), strict=True)]
             duplicate, last_batch, records = await self.coordinator.commit(sink, given.batch, stages)
@@ -152,20 +154,34 @@ class TxnRoutes:
             )
         return ref is None
 
-    async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
-        """Refuse what the topic could not take. Nobody asks again once the batch is decided."""
+    async def _check_room(self, topic: str, records: int, size_bytes: int) -> int:
+        """Refuse what the topic could not take: nobody asks again once the batch is decided. Return the bytes by which it
+        grows, once its caps have made room.
+        """
         ref = self.reader.find(topic)
         if ref is None:
-            return
+            return size_bytes
         try:
             _check_room(ref, records, size_bytes)
         except TopicsError:
             # Some of its records may have expired.
-            _check_room(await self.settled(ref), records, size_bytes)
+            ref = await self.settled(ref)
+            _check_room(ref, records, size_bytes)
+        return _growth(ref, records, size_bytes)
 
 
 def _check_room(ref: TopicRef, records: int, size_bytes: int) -> None:
     check_room(ref.name, ref.config, records, size_bytes, ref.view.records, ref.view.live_bytes)
+
+
+def _growth(ref: TopicRef, records: int, size_bytes: int) -> int:
+    """Return by how many bytes so many more records make the topic grow at least: a cap of records may evict any."""
+    view, config = ref.view, ref.config
+    if config.discard == "reject":
+        return size_bytes
+    if config.cap_records and view.records + records > config.cap_records:
+        return 0
+    return min(size_bytes, max(0, config.cap_bytes - view.live_bytes)) if config.cap_bytes else size_bytes
 
 
 def _sink(request: ApiRequest) -> str:

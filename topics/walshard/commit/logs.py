@@ -19,7 +19,7 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
-from topics.log import get_logger
+from topics.log import SparseLines, get_logger
 from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
@@ -32,7 +32,7 @@ from topics.walshard.hosted.hosted import Hosted
 
 log = get_logger()
 
-FAILURE_LOG_INTERVAL_MS: Final = 1_000
+LOG_EVERY_S: Final = 1.0
 SYNC_INTERVAL_MS: Final = 1_000
 UNSYNCED_BYTES: Final = 8 * 1024 * 1024
 UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
@@ -60,16 +60,19 @@ class Logs:
     _cell: ProcessCell
     _recovered: tuple[WalEnd | None, WalEnd | None]
     _clock: Clock
-    _logged_ms: int = -FAILURE_LOG_INTERVAL_MS
-    _unlogged: int = 0
     _plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
     lost_tails: int = 0
     """Topics that have lost their last records, which the log does not say yet."""
+    lacks_room: bool = False
+    """The durable log had no room for records when it was last asked: `require_room` before one joins a group, as all
+    of that is refused with it.
+    """
 
     def __post_init__(self) -> None:
         self.wal.refused = partial(self._refused, False)
         if self.ram is not None:
             self.ram.refused = partial(self._refused, True)
+        self._refusals = SparseLines(LOG_EVERY_S, lambda: self._clock.monotonic_ms() / 1000)
         self._former_lives = {counter: self._cell.get(counter) for counter in _COUNTERS}
 
     def holds(self, entry: JournalEntry) -> bool:
@@ -117,6 +120,17 @@ class Logs:
             self._refused(True)
         return failed
 
+    def require_room(self, in_ram: bool = False) -> None:
+        """Raise TopicsError if the durable log, or that in RAM, has no room for records."""
+        wal = self.ram if in_ram else self.wal
+        try:
+            if wal is not None:
+                wal.require_room()
+        except WalWriteError as error:
+            raise self.refusal(error) from error
+        if not in_ram:
+            self.lacks_room = False
+
     def sync_failed(self, file_no: int, error: OSError) -> None:
         """Save in a new file what a failed background sync should have covered, or make the log read-only."""
         self._relocate(self.wal.sync_failed(file_no, error))
@@ -159,6 +173,8 @@ class Logs:
                 wal.require_room()
             times = wal.commit(plan, buffers, sync, sum([write.frames for write in writes]))
         except (WalWriteError, WalSyncError) as error:
+            is_full = isinstance(error, WalWriteError) and error.errno == errno.ENOSPC
+            self.lacks_room |= is_full and wal is self.wal
             refusal = self.refusal(error)
             return [(write, refusal) for write in writes]
         wal_us, fsync_us = int(times.write_us), int(times.fsync_us)
@@ -193,12 +209,8 @@ class Logs:
 
     def _log_refusal(self, error: WalWriteError | WalSyncError) -> None:
         """Log a refusal, once a second at most: a full disk refuses every write."""
-        now_ms = self._clock.monotonic_ms()
-        if now_ms - self._logged_ms < FAILURE_LOG_INTERVAL_MS:
-            self._unlogged += 1
-            return
-        log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=self._unlogged)
-        self._logged_ms, self._unlogged = now_ms, 0
+        if (left_out := self._refusals.left_out()) is not None:
+            log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=left_out)
 
     def _relocate(self, moved: Moved | None) -> None:
         if moved is not None:

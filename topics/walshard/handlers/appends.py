@@ -17,6 +17,7 @@ from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage.topic_frames import append_frames
 from topics.walshard.commit.draft import CommitFirst, Draft
+from topics.walshard.commit.logs import Logs
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.holdings import Holdings
@@ -26,9 +27,10 @@ from topics.walshard.step_clock import StepClock
 class Appends:
     """Turns append requests into writes of a group. What a group adds to its topics is in the group."""
 
-    def __init__(self, catalog: Catalog, holdings: Holdings, deletes: Deletes, time: StepClock) -> None:
+    def __init__(self, catalog: Catalog, holdings: Holdings, logs: Logs, deletes: Deletes, time: StepClock) -> None:
         self._catalog = catalog
         self._holdings = holdings
+        self._logs = logs
         self._deletes = deletes
         self._time = time
 
@@ -55,6 +57,8 @@ class Appends:
                 if key in pending.keys:
                     raise CommitFirst  # the log may refuse the write that this one repeats
                 return AppendReply(known.first_seq, known.records, pending.head_seq, False, True, durability, 0, 0)
+            if created or self._logs.lacks_room:
+                self._logs.require_room(in_ram=durability == "ephemeral")
             hosted.ring.reserve(pending.records + count)
             if not is_decided:
                 growth = partial(pending.growth, count, records.size_bytes)

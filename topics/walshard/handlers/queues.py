@@ -167,14 +167,14 @@ class Queues:
 
     def bury(self, call: Bury, frontend: int, group: Draft) -> RemoveReply:
         """Remove jobs that are in the dead letters now."""
-        hosted, leases = self._queue(call.name, group)
+        hosted, leases = self._queue(call.name, group, call.topic_id)
         seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
         self._deletes.remove(group, hosted, seqs, dead_letters=len(seqs))
         return RemoveReply(len(seqs))
 
     def release(self, call: Release, frontend: int, group: Draft) -> Done:
         """Release jobs that did not get to the dead letters."""
-        hosted, leases = self._queue(call.name, group)
+        hosted, leases = self._queue(call.name, group, call.topic_id)
         seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
         self._release(group, hosted, leases, seqs, call.delay_ms)
         return Done()
@@ -185,13 +185,12 @@ class Queues:
         jobs, up_to_seq = leases.peek(call.from_seq, call.state, call.max)
         return Peeked(jobs, up_to_seq, up_to_seq < hosted.topic.head_seq)
 
-    def _queue(self, name: str, group: Draft) -> tuple[Hosted, Leases]:
-        """Return a queue, its floors and leases as of this step."""
-        hosted = self._catalog.require(name)
+    def _queue(self, name: str, group: Draft, topic_id: int = 0) -> tuple[Hosted, Leases]:
+        """Return a queue, its floors and leases as of this step. With `topic_id` it must be that one."""
+        hosted = self._topic(name, group, topic_id)
         leases = hosted.topic.queue
         if leases is None:
             raise not_a_queue(name)
-        self._deletes.require_settled(hosted, group)
         leases.advance(self._time.now)
         self.changed(hosted)
         return hosted, leases
@@ -212,7 +211,7 @@ class Queues:
             return Waiting(config.claim_jitter_ms)
         seqs, dead = leases.take(call.max, deliveries_max(config), frontend, self._time.now)
         leased = leases.lease(seqs, call.node, call.lease_ms or config.lease_ms, self._time.now, None)
-        dealt = dealt_of(call.stream, leased, dead, leases, config)
+        dealt = dealt_of(call.stream, leased, dead, leases, hosted.topic)
         self._log_leases(group, hosted, seqs, partial(self._unclaim, leases, seqs, dead), carries_out=True)
         return dealt
 
@@ -287,7 +286,7 @@ class Queues:
 
     def reserve(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
         """Reserve jobs for a frontend, which moves them to another topic."""
-        hosted = self._records(call, group)
+        hosted = self._topic(call.name, group, call.topic_id)
         seqs = hosted.topic.live_of(sorted(set(call.seqs) - group.dying(hosted.topic)))
         leases = hosted.topic.queue
         if leases is not None:
@@ -298,18 +297,18 @@ class Queues:
 
     def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
         """Remove records that are in another topic now."""
-        hosted = self._records(call, group)
+        hosted = self._topic(call.name, group, call.topic_id)
         wanted = sorted(set(call.seqs) - group.dying(hosted.topic))
         # A record whose reservation has ended may be somebody's job by now. It is elsewhere all the same.
         seqs = hosted.topic.live_of(wanted)
         self._deletes.remove(group, hosted, seqs)
         return RemoveReply(len(seqs))
 
-    def _records(self, call: Reserve | Remove, group: Draft) -> Hosted:
-        """Return a topic of any type, its floors as of this step."""
-        hosted = self._catalog.require(call.name)
-        if call.topic_id not in (0, hosted.topic.id):
-            raise topic_not_found(call.name)
+    def _topic(self, name: str, group: Draft, topic_id: int) -> Hosted:
+        """Return a topic of any type, its floors as of this step. Unless `topic_id` is 0 it must be that one."""
+        hosted = self._catalog.require(name)
+        if topic_id not in (0, hosted.topic.id):
+            raise topic_not_found(name)
         self._deletes.require_settled(hosted, group)
         return hosted
 
@@ -354,7 +353,7 @@ class Queues:
         self._forget_if_empty(hosted)
         for worker, leased, dead in hands:
             frontend, stream = worker.where
-            dealt = dealt_of(stream, leased, dead, leases, config)
+            dealt = dealt_of(stream, leased, dead, leases, hosted.topic)
             if not (leased.seqs and config.leases_durable):
                 self._push(frontend, dealt)
                 continue

@@ -115,7 +115,8 @@ class Sinks:
             return _as_known(known)
         for stage, _topic in call.stages:
             if not txn_files.can_be_decided(os.path.join(self._stages, txn_files.stage_name(stage))):
-                raise TopicsError("not_found", f"there is no stage {stage!r}: never made, dropped, or expired")
+                given = txn_files.unclaimed_id(stage)
+                raise TopicsError("not_found", f"there is no stage {given!r}: dropped, expired, or another batch's")
         decided = Sink(call.sink, call.batch, call.stages)
         self._store(decided)
         return TxnReply("begun", call.batch, call.stages)

@@ -17,6 +17,7 @@ from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTop
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import control_frame, create_frame
 from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps
+from topics.walshard.commit.logs import Logs
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.relogging import RelogTurn, plan_turn
 from topics.walshard.hosted.catalog import Catalog
@@ -31,6 +32,7 @@ class TopicCalls:
     """Makes, configures and deletes one shard's topics. `log_feed` logs how far the routers into one are, if it can."""
 
     _catalog: Catalog
+    _logs: Logs
     _deletes: Deletes
     _log_feed: Callable[[Hosted], Steps[bool]]
     _ram_directory: str
@@ -43,6 +45,7 @@ class TopicCalls:
             raise CommitFirst  # the log may refuse to make it
         hosted = self._catalog.find(name)
         if hosted is None:
+            self._logs.require_room()
             now_ms = self._time.now.wall_ms
             hosted = group.made[name] = self._catalog.make(name, config or TopicConfig(), now_ms)
             group.add(LogWrite([create_frame(hosted.topic, now_ms)], sync=True, takes_room=True))

@@ -11,6 +11,7 @@ import msgspec
 from topics.core.config import TopicConfig
 from topics.core.job import Holder, Now, deal
 from topics.core.leases import LeasedSeqs, Leases
+from topics.core.topic import Topic
 from topics.shm.queue_messages import Dealt
 
 
@@ -154,12 +155,11 @@ def deliveries_max(config: TopicConfig) -> int:
     return 0 if config.dead_letter is None else config.max_deliveries
 
 
-def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
+def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, topic: Topic) -> Dealt:
     """Return what the frontend is told."""
-    dead_ones = dead, leases.deliveries_of(dead), leases.order_keys_of(dead), config.dead_letter or ""
-    return Dealt(
-        stream, leased.seqs, leased.first_lease_no, leased.deadline_ms, leased.deliveries, leases.ready, *dead_ones
-    )
+    jobs = leased.seqs, leased.first_lease_no, leased.deadline_ms, leased.deliveries, leases.ready
+    dead_ones = dead, leases.deliveries_of(dead), leases.order_keys_of(dead), topic.config.dead_letter or ""
+    return Dealt(stream, *jobs, *dead_ones, topic_id=topic.id)
 
 
 class Timers:
