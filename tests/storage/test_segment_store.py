@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from tests.cases import case
 from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from topics.storage.archive_objects import open_archive
-from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import LocalStore
 
 NAME = f"{7:016x}/seg-{1:020d}.data"
@@ -200,30 +199,24 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
 
 
-class Denying(OsFileSystem):
-    """The folder of the drafts is another user's."""
-
-    def __init__(self, call: str) -> None:
-        super().__init__()
-        self._call = call
-
-    def mkdir(self, path: str) -> None:
-        self._look(path, "mkdir")
-        super().mkdir(path)
-
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        self._look(path, "open")
-        return super().open(path, flags, mode)
-
-    def _look(self, path: str, called: str) -> None:
-        if called == self._call and "/drafts" in path:
-            raise PermissionError(errno.EACCES, "no", path)
-
-
 @pytest.mark.parametrize("call", ["mkdir", "open"])
 def test_an_object_is_created_where_the_drafts_are_of_another_user(tmp_path: Path, call: str) -> None:
     """Root made the folder of the drafts with a restore, say, and the archiver could create nothing any more."""
-    store = LocalStore(Denying(call), str(tmp_path / "a"))
+
+    class Denying(OsFileSystem):
+        def mkdir(self, path: str) -> None:
+            self._look(path, "mkdir")
+            super().mkdir(path)
+
+        def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+            self._look(path, "open")
+            return super().open(path, flags, mode)
+
+        def _look(self, path: str, called: str) -> None:
+            if called == call and "/drafts" in path:
+                raise PermissionError(errno.EACCES, "no", path)
+
+    store = LocalStore(Denying(), str(tmp_path / "a"))
     assert [store.create("g/1", content) for content in (b"first", b"second")] == [True, False]
     assert store.read_range("g/1", 0, 5) == b"first"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["1"]
@@ -241,8 +234,7 @@ def test_an_object_is_created_though_the_last_one_beside_it_is_deleted_meanwhile
     assert store.list("g/") == ["g/2"]
 
 
-@pytest.mark.parametrize("make_fs", [OsFileSystem, partial(Denying, "open")])
-def test_a_draft_that_a_killed_create_left_goes(tmp_path: Path, make_fs: Callable[[], FileSystem]) -> None:
+def test_a_draft_that_a_killed_create_left_goes(tmp_path: Path) -> None:
     """It stayed for ever. One that is young may be of somebody who is about to make an object of it."""
     root = tmp_path / "archive"
 
@@ -250,13 +242,13 @@ def test_a_draft_that_a_killed_create_left_goes(tmp_path: Path, make_fs: Callabl
         return [path for path in root.rglob("*.tmp") if path.is_file()]
 
     for _ in range(2):
-        fs = FaultyFileSystem(make_fs())
+        fs = FaultyFileSystem()
         fs.arm(Fault(1, Fault.CRASH, calls=frozenset({"link"})))
         with pytest.raises(Crash):
             LocalStore(fs, str(root)).create("g/1", b"first")
         fs.bury()
     old, young = drafts()
     os.utime(old, (0, 0))
-    assert LocalStore(make_fs(), str(root)).create("g/1", b"second")
+    assert LocalStore(OsFileSystem(), str(root)).create("g/1", b"second")
     assert drafts() == [young]
     assert LocalStore(OsFileSystem(), str(root)).list("") == ["g/1"]

@@ -122,7 +122,8 @@ class LocalStore:
             with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
                 self._fs.fdatasync(fd)
-            self._remove_old_drafts(draft)
+            if os.path.dirname(draft) != os.path.dirname(path):
+                self._remove_old_drafts(draft)
             try:
                 self._fs.link(draft, path)  # of two that make the same object one is first
             except FileNotFoundError:  # a `delete` has removed the directory, which was empty
@@ -163,10 +164,9 @@ class LocalStore:
     def _remove_old_drafts(self, draft: str) -> None:
         """Remove what a `create` that was killed a day ago has left; one that only stood still fails then."""
         directory, made_s = os.path.dirname(draft), os.stat(draft).st_mtime
-        for name in self._fs.listdir(directory):
-            path = os.path.join(directory, name)
+        for name in os.listdir(directory):
             with suppress(OSError):
-                if name.endswith(TMP_SUFFIX) and made_s - os.stat(path).st_mtime > DRAFT_S:
+                if made_s - os.stat(path := os.path.join(directory, name)).st_mtime > DRAFT_S:
                     self._fs.unlink(path)
 
     def _write(self, fd: int, pieces: Iterable[Bytes]) -> None:
