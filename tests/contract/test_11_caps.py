@@ -254,6 +254,7 @@ def test_stages_and_commits_ask_for_total_bytes(start: Any) -> None:
     throttled(stage("log"), "max_total_bytes", 30_000)
     throttled(commit(1, *early), "max_total_bytes", 30_000)
     assert ok(commit(1, ok(stage("ring"))["stage"]))["count"] == 1, "its cap makes the room"
+    throttled(stage("ring", "x" * 5_000), "max_total_bytes", 30_000)
     ok(service.client.post("/v0/topics/log/delete", json={"before_seq": 15}))
     throttled(commit(2, *early), "max_total_bytes", 30_000)
     assert ok(commit(2, early[0]))["count"] == 1

@@ -21,7 +21,7 @@ from topics.shm.topic_messages import Checkpoint, PutTopic
 from topics.storage.layout import group_dir
 from topics.storage.wal import ROOM_STEP_BYTES
 
-FSYNC = TopicConfig(durability="fsync")
+FSYNC, EPHEMERAL = TopicConfig(durability="fsync"), TopicConfig(durability="ephemeral")
 
 
 def outcome(rig: Rig, *data: bytes, **options: Any) -> str:
@@ -120,12 +120,12 @@ def test_a_full_disk_refuses_until_there_is_room(rig: Rig, fs: FaultyFileSystem)
 
 
 class NoRoom(FaultyFileSystem):
-    """A disk that has no more room than is kept, as long as it is told so."""
+    """Disks of which one, or with "/" each, has no more room than is kept, as long as it is told so."""
 
-    is_full = False
+    full = ""
 
     def free_bytes(self, path: str) -> int:
-        return 0 if self.is_full else super().free_bytes(path)
+        return 0 if self.full and path.startswith(self.full) else super().free_bytes(path)
 
 
 def test_where_records_find_no_room_jobs_are_acknowledged_all_the_same(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_where_records_find_no_room_jobs_are_acknowledged_all_the_same(tmp_path:
     rig.append("q", *[b"1"] * 4, config=config)
     rig.call(Claim("q", "w", 4, 60_000, 1))
     rig.append("t", b"x" * ROOM_STEP_BYTES)
-    fs.is_full = True
+    fs.full = "/"
     assert outcome(rig, b"refused") == "storage_unavailable"
     before = rig.cell.get("wal_batches")
     appends = [rig.post_append(name, [b"refused"], config=config) for name in ("t", "q", "new")]
@@ -144,23 +144,34 @@ def test_where_records_find_no_room_jobs_are_acknowledged_all_the_same(tmp_path:
     rig.run()
     assert [rig.replies[id].detail for id in (*appends, put)] == [{"cause": "ENOSPC", "read_only": False}] * 4
     assert (rig.replies[ack].count, rig.cell.get("wal_batches") - before) == (2, 1)
-    fs.is_full = False
+    fs.full = ""
     assert outcome(rig, b"taken") == "ok"
     rig.close()
 
 
-@pytest.mark.parametrize("config", [TopicConfig(), TopicConfig(durability="ephemeral")], ids=["disk", "ephemeral"])
-def test_a_write_that_finds_no_room_makes_no_topic(tmp_path: Path, config: TopicConfig) -> None:
-    """The topics of writes that a full /dev/shm refused were there, and empty."""
+@pytest.mark.parametrize(
+    ("full", "first", "config"),
+    [
+        ("disk", TopicConfig(), TopicConfig()),
+        ("/dev/shm", EPHEMERAL, EPHEMERAL),
+        ("/dev/shm", TopicConfig(), EPHEMERAL),
+        ("disk", TopicConfig(), EPHEMERAL),
+    ],
+    ids=["disk", "ram", "first in ram", "ephemeral on a full disk"],
+)
+def test_a_write_that_finds_no_room_makes_no_topic(
+    tmp_path: Path, full: str, first: TopicConfig, config: TopicConfig
+) -> None:
+    """The topics of writes that a full /dev/shm refused were there, and empty; a full disk went on taking some."""
     fs = NoRoom()
     rig = Rig(str(tmp_path), fs)
-    rig.append("t", b"x" * ROOM_STEP_BYTES, config=config)
-    fs.is_full = True
+    rig.append("t", b"x" * ROOM_STEP_BYTES, config=first)
+    fs.full = str(tmp_path) if full == "disk" else full
     with pytest.raises(TopicsError) as refused:
         rig.append("new", b"refused", config=config)
     assert refused.value.detail == {"cause": "ENOSPC", "read_only": False}
     assert not rig.exists("new")
-    fs.is_full = False
+    fs.full = ""
     assert rig.append("new", b"taken", config=config).created
     rig.close()
 

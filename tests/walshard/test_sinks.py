@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -269,6 +270,15 @@ def test_a_stage_that_is_not_there_or_not_whole_decides_nothing(rig: Rig) -> Non
     with pytest.raises(TopicsError, match="checksum is wrong"):
         rig.call(publish_calls("s", 0, stages)[0])
     assert data(rig, topic) == []
+
+
+def test_a_commit_that_lost_one_of_its_stages_is_told_which(rig: Rig) -> None:
+    """Stages are claimed in order, so that those behind the one that was lost are still there under their own ids."""
+    first, second = sorted([*stage(rig, ("a", [b"1"])), *stage(rig, ("b", [b"2"]))])
+    os.unlink(os.path.join(rig.settings.data_dir, "txn", "stages", f"{first[0]}.stage"))
+    wanted = [(claimed_id(one, "s", 0), topic) for one, topic in (second, first)]
+    with pytest.raises(TopicsError, match=f"there is no stage '{first[0]}'"):
+        rig.call(TxnBegin("s", 0, wanted))
 
 
 def test_what_is_taken_back_is_not_decided_any_more_and_what_was_decided_is_published(rig: Rig) -> None:

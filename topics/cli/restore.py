@@ -63,8 +63,14 @@ def _topic_seq(text: str) -> tuple[str, int]:
     return topic, int(seq)
 
 
+def _give_up(number: int, _: object) -> None:
+    """End the restore as Ctrl-C does: it gives its loan back, which another signal does not cut short."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def _run(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # it ends its loan, as on Ctrl-C
+    signal.signal(signal.SIGTERM, _give_up)
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
     if options.take_over:

@@ -58,7 +58,7 @@ _EACH: Final = (
     ("shard_wal_bytes_written_total", _SHARD, "wal_bytes_written", 1, "Bytes written to the log of one shard"),
     ("shard_wal_batches_total", _SHARD, "wal_batches", 1, "Groups committed by one shard"),
     ("shard_wal_fsyncs_total", _SHARD, "wal_fsyncs", 1, "Syncs of the log of one shard"),
-    ("shard_wal_write_errors_total", _SHARD, "write_errors", 1, "Groups that could not be written or synced"),
+    ("shard_wal_write_errors_total", _SHARD, "write_errors", 1, "Groups, or writes on a full disk, that failed"),
     ("shard_commit_window_seconds", _SHARD, "commit_window_us", 1e6, "Least time between the groups of one shard"),
     ("shard_brake_ratio", _SHARD, "brake_ppm", 1e6, "Share of full braking of writers while the compactor is behind"),
     ("frontend_connections", _FRONTEND, "connections", 1, "Open HTTP/1.1 connections of one frontend"),

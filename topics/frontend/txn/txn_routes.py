@@ -155,8 +155,8 @@ class TxnRoutes:
         return ref is None
 
     async def _check_room(self, topic: str, records: int, size_bytes: int) -> int:
-        """Refuse what the topic could not take: nobody asks again once the batch is decided. Return the bytes by which it
-        grows, once its caps have made room.
+        """Refuse what the topic could not take; nobody asks again once the batch is decided. Return the bytes by which
+        it grows, once its caps have made room.
         """
         ref = self.reader.find(topic)
         if ref is None:
@@ -175,12 +175,13 @@ def _check_room(ref: TopicRef, records: int, size_bytes: int) -> None:
 
 
 def _growth(ref: TopicRef, records: int, size_bytes: int) -> int:
-    """Return by how many bytes so many more records make the topic grow at least: a cap of records may evict any."""
+    """Return by how many bytes the topic grows, if the records that its caps evict are of mean size."""
     view, config = ref.view, ref.config
     if config.discard == "reject":
         return size_bytes
-    if config.cap_records and view.records + records > config.cap_records:
-        return 0
+    if config.cap_records and view.records:
+        evicted = min(view.records, max(0, view.records + records - config.cap_records))
+        size_bytes = max(0, size_bytes - view.live_bytes * evicted // view.records)
     return min(size_bytes, max(0, config.cap_bytes - view.live_bytes)) if config.cap_bytes else size_bytes
 
 

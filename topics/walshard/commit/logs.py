@@ -82,11 +82,8 @@ class Logs:
 
     def plan(self, durable: list[LogWrite], ram: list[LogWrite]) -> list[JournalEntry]:
         """Return where the group will lie. The journal must have it before `commit` is called with the same group."""
-        if ram and self.ram is None:
-            self.ram = self._open_ram()
-            self.ram.refused = partial(self._refused, True)
         durable_plan = self.wal.plan([write.length for write in durable]) if durable else None
-        ram_plan = self.ram.plan([write.length for write in ram]) if ram and self.ram else None
+        ram_plan = self._ram_log().plan([write.length for write in ram]) if ram else None
         self._plans = (durable_plan, ram_plan)
         entries: list[JournalEntry] = []
         for writes, plan, in_ram in ((durable, durable_plan, False), (ram, ram_plan, True)):
@@ -122,10 +119,8 @@ class Logs:
 
     def require_room(self, in_ram: bool = False) -> None:
         """Raise TopicsError if the durable log, or that in RAM, has no room for records."""
-        wal = self.ram if in_ram else self.wal
         try:
-            if wal is not None:
-                wal.require_room()
+            (self._ram_log() if in_ram else self.wal).require_room()
         except WalWriteError as error:
             raise self.refusal(error) from error
         if not in_ram:
@@ -164,6 +159,12 @@ class Logs:
         self.wal.close(complete=not self.lost_tails)
         if self.ram is not None:
             self.ram.close()
+
+    def _ram_log(self) -> WalWriter:
+        if self.ram is None:
+            self.ram = self._open_ram()
+            self.ram.refused = partial(self._refused, True)
+        return self.ram
 
     def _write(self, wal: WalWriter, plan: GroupPlan, writes: list[LogWrite]) -> Failed:
         buffers = [buffer for write in writes for buffer in write.buffers]

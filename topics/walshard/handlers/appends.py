@@ -57,8 +57,11 @@ class Appends:
                 if key in pending.keys:
                     raise CommitFirst  # the log may refuse the write that this one repeats
                 return AppendReply(known.first_seq, known.records, pending.head_seq, False, True, durability, 0, 0)
-            if created or self._logs.lacks_room:
-                self._logs.require_room(in_ram=durability == "ephemeral")
+            in_ram = durability == "ephemeral"
+            if created or (self._logs.lacks_room and not in_ram):
+                self._logs.require_room()
+            if created and in_ram:  # the creation is in the durable log all the same
+                self._logs.require_room(in_ram=True)
             hosted.ring.reserve(pending.records + count)
             if not is_decided:
                 growth = partial(pending.growth, count, records.size_bytes)

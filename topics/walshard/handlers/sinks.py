@@ -113,7 +113,7 @@ class Sinks:
         known = self._find(call.sink)
         if known is not None and (known.pending or call.batch <= known.batch):
             return _as_known(known)
-        for stage, _topic in call.stages:
+        for stage, _topic in sorted(call.stages):  # as they are claimed: the first that is not there was lost
             if not txn_files.can_be_decided(os.path.join(self._stages, txn_files.stage_name(stage))):
                 given = txn_files.unclaimed_id(stage)
                 raise TopicsError("not_found", f"there is no stage {given!r}: dropped, expired, or another batch's")
