@@ -364,6 +364,20 @@ def test_a_wrong_option_is_refused_in_a_sentence(options: dict[str, str], line: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("An exception was thrown from the Python worker:\nTypeError: no", "TypeError: no"),
+        ("It was thrown from the Python worker:\nTraceback (most recent call last):\n  x\nKeyError: 1", "KeyError: 1"),
+        ("Job aborted\nE: Traceback (most recent call last):\n  File x\nKeyError: 1\n\tat java", "KeyError: 1"),
+        ("Job aborted\n\tat java", "Job aborted"),
+    ],
+)
+def test_the_error_of_a_worker_is_found_with_and_without_its_traceback(text: str, line: str) -> None:
+    """With the settings of the jobs they said `An exception was thrown from the Python worker:` and no more."""
+    assert plainly(Exception(text)) == line
+
+
 def test_what_is_wrong_comes_before_any_stack_trace(spark: SparkSession) -> None:
     with pytest.raises(Exception, match=r".") as caught:
         spark.read.format("topics").options(subscribe="a", startingOffset="earliest").load().count()
