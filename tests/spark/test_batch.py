@@ -142,11 +142,16 @@ PARSED = [
       "o": {"z": "q"}, "dec": 12.345},
      ("x", 7, 1.5, True, datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12), [1, 2], {"k": 1}, ("q",),
       "12.35")),
-    ({"s": {"a": [1]}, "i": 2**40, "f": "no", "b": 1, "d": "never", "t": 5, "l": {}, "m": [], "o": 3, "dec": "x"},
+    ({"s": {"a": [1]}, "i": 2**40, "f": "no", "b": 1, "d": "never", "t": 5.5, "l": {}, "m": [], "o": 3, "dec": "x"},
      ('{"a":[1]}', None, None, None, None, None, None, None, None, None)),
     ({"s": msgspec.Raw(b"1e400"), "f": msgspec.Raw(b"1e400"), "i": 1, "dec": msgspec.Raw(b"12345678.905")},
      ("1E+400", 1, None, None, None, None, None, None, None, "12345678.91")),
     ({"f": msgspec.Raw(b"1" + b"0" * 400), "dec": msgspec.Raw(b"9" * 9)}, (None,) * 10),
+    ({"d": "2024-02-29T23:30:00-08:00", "t": 1709208000, "dec": "-12.345e1"},
+     (None, None, None, None, datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12), None, None, None,
+      "-123.45")),
+    ({"d": "2024-02-30T00:00:00Z", "t": 10**15, "dec": "1_000"}, (None,) * 10),
+    ({"d": "20240229", "t": True, "dec": "NaN"}, (None,) * 10),
     (["no", "object"], (None,) * 10),
     ({}, (None,) * 10),
 ]  # fmt: skip
@@ -292,6 +297,46 @@ def test_why_filters_are_pushed_only_on_request(topics: Client, topic: str, read
 
 
 @pytest.mark.parametrize(
+    ("ddl", "line"),
+    [
+        ("user STRING, amount DOUBLE", "not with user, amount: leave out .schema(…), and name fields of data in the"),
+        (
+            "topic STRING, seq BIGINT, timestamp TIMESTAMP, tag STRING, node STRING, data STRING, "
+            "meta MAP<STRING, STRING>",
+            "timestamp timestamp, node string, tag string, data string, meta map<string,string>, not with topic, seq",
+        ),
+        (
+            "topic STRING, seq INT, timestamp TIMESTAMP, node STRING, tag STRING, data STRING",
+            "a read begins with the columns",
+        ),
+    ],
+)
+def test_a_schema_of_other_columns_is_refused(
+    spark: SparkSession, service: Service, topics: Client, topic: str, ddl: str, line: str
+) -> None:
+    """Its columns were filled by their places: tags as nodes, without a word."""
+    topics.append(topic, [1])
+    reader = spark.read.format("topics").options(url=service.url, subscribe=topic)
+    assert line in refusal(lambda: reader.schema(ddl).load().collect())
+
+
+@pytest.mark.parametrize("ddl", ["x INT NOT NULL", "x STRUCT<y: INT NOT NULL>", "x ARRAY<STRUCT<y: INT NOT NULL>>"])
+def test_a_parsed_column_that_is_not_null_is_refused(topics: Client, topic: str, read: Reading, ddl: str) -> None:
+    """Spark left the test for null out, and gave 0 where a record had no such field."""
+    topics.append(topic, [{"x": None}, {}])
+    assert "is NOT NULL, but a record may lack it" in refusal(lambda: read(topic, schema=ddl).select("x").collect())
+
+
+def test_the_schema_of_a_frame_can_be_given_again(
+    spark: SparkSession, service: Service, topics: Client, topic: str, read: Reading
+) -> None:
+    topics.append(topic, [{"x": 1}])
+    frame = read(topic, schema="x INT")
+    reader = spark.read.format("topics").options(url=service.url, subscribe=topic)
+    assert reader.schema(frame.schema).load().collect() == frame.collect()
+
+
+@pytest.mark.parametrize(
     ("options", "line"),
     [
         ({}, "give one of the options subscribe"),
@@ -317,6 +362,20 @@ def test_a_wrong_option_is_refused_in_a_sentence(options: dict[str, str], line: 
         TopicsDataSource(options).reader(StructType())
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("An exception was thrown from the Python worker:\nTypeError: no", "TypeError: no"),
+        ("It was thrown from the Python worker:\nTraceback (most recent call last):\n  x\nKeyError: 1", "KeyError: 1"),
+        ("Job aborted\nE: Traceback (most recent call last):\n  File x\nKeyError: 1\n\tat java", "KeyError: 1"),
+        ("Job aborted\n\tat java", "Job aborted"),
+    ],
+)
+def test_the_error_of_a_worker_is_found_with_and_without_its_traceback(text: str, line: str) -> None:
+    """With the settings of the jobs they said `An exception was thrown from the Python worker:` and no more."""
+    assert plainly(Exception(text)) == line
 
 
 def test_what_is_wrong_comes_before_any_stack_trace(spark: SparkSession) -> None:

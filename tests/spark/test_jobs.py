@@ -25,7 +25,7 @@ from examples.replay import DATA, first_folder
 from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S, ROOT, make_java_home, spark_environment
 from topics.client import Client, NewRecord, Record, calls
-from topics.spark.jobs import compaction, program
+from topics.spark.jobs import compaction, program, replay
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -245,6 +245,17 @@ def test_segments_of_a_topic_are_replayed_once(
     assert sorted((one.data["n"], one.tag, one.node, one.meta) for one in found) == [
         (n, one.tag, "me", one.meta) for n, one in enumerate(written)
     ]
+
+
+def test_a_slow_replay_makes_batches_that_end_before_their_stages_expire(
+    topics: Client, jobs: Jobs, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 10 rows a second a batch of 100,000 took three hours, and what is staged lives for one: it failed for ever."""
+    monkeypatch.setattr(replay, "BATCH_MAX_S", 1, raising=False)
+    topics.append(topic, range(120))
+    arguments = ["--from-topic", topic, "--to-topic", f"{topic}-again", "--checkpoint", str(tmp_path / "replay")]
+    assert jobs.run("replay", *arguments, "--rate", "50")["rows"] == 120
+    assert len(list((tmp_path / "replay" / "commits").glob("[0-9]*"))) == 3
 
 
 def test_a_live_rollup_counts_late_events(topics: Client, jobs: Jobs, topic: str, tmp_path: Path) -> None:

@@ -107,11 +107,13 @@ def _kill_readers(driver: Driver, port: int, out: Path, chance: random.Random) -
 
 
 def _stopped_in_its_range(driver: Driver, port: int) -> psutil.Process | None:
-    """A worker that has a connection to the service, stopped: a task on files is over before one has looked at it."""
+    """A worker that has a connection to the service, or a segment open, stopped: a task on files is over before one has
+    looked at it.
+    """
     for worker in driver.workers():
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.suspend()
-            if talks_to(worker, port):
+            if talks_to(worker, port) or any(file.path.endswith(".data") for file in worker.open_files()):
                 return worker
             worker.resume()
     return None

@@ -6,10 +6,12 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql.types import DataType, LongType, MapType, StringType, StructField, StructType, TimestampType
 
 from tests.harness import Service, poll, tiered_service
 from tests.spark.conftest import COMPACTED_S, Reading
@@ -18,6 +20,7 @@ from topics.client import Client, InvalidRequestError, NewRecord, Retry, Service
 from topics.core.clock import SystemClock
 from topics.shm import shm_names
 from topics.spark import segment_scan
+from topics.spark.columns import ColumnBuilder
 from topics.spark.http_read import PLAN_RETRY, ReadPlan, connect, read_range
 from topics.spark.jobs.program import run_to_end
 from topics.spark.offsets import Range
@@ -52,12 +55,8 @@ def segments_mode(service: Service) -> dict[str, str]:
     return {"mode": "segments", "dataDir": str(service.data_dir), "coldDir": str(service.root / "cold")}
 
 
-def plan_of(options: ReadOptions, tags: frozenset[str] | None = None) -> ReadPlan:
-    """Return a plan with the schema that Spark would give, without a session."""
-    from pyspark.sql.types import DataType, LongType, MapType, StringType, StructField, StructType, TimestampType
-
-    from topics.spark.columns import ColumnBuilder
-
+def schema_of(options: ReadOptions) -> StructType:
+    """Return the schema that Spark would give, without a session."""
     text = StringType()
     fields: list[tuple[str, DataType]] = [
         ("topic", text),
@@ -69,8 +68,11 @@ def plan_of(options: ReadOptions, tags: frozenset[str] | None = None) -> ReadPla
     fields += [("data", text), ("meta", MapType(text, text))]
     if options.tombstones == "rows":
         fields += [("kind", text), ("gap_from", LongType()), ("gap_to", LongType()), ("reason", text)]
-    schema = StructType([StructField(name, kind) for name, kind in fields])
-    return ReadPlan(options, ColumnBuilder(schema, options), tags)
+    return StructType([StructField(name, kind) for name, kind in fields])
+
+
+def plan_of(options: ReadOptions, tags: frozenset[str] | None = None) -> ReadPlan:
+    return ReadPlan(options, ColumnBuilder(schema_of(options), options), tags)
 
 
 def rows_of(batches: Iterator[pa.RecordBatch]) -> tuple[list[tuple[Any, ...]], dict[int, str]]:
@@ -403,6 +405,42 @@ def test_a_plan_that_fails_leaves_no_pins(service: Service, topic: str) -> None:
         assert pinned()
         end_pins(client, pins)
         assert not pinned()
+
+
+def test_a_topic_that_cannot_be_pinned_is_read_over_http(topic: str) -> None:
+    """256 pins of others, or of topics of this very query, failed it."""
+    settings = {"TOPICS_SEGMENT_MAX_EVENTS": "40", "TOPICS_CHECKPOINT_INTERVAL_MS": "20"}
+    with Service(env=settings) as own, Client(own.url) as client:
+        client.append(topic, [{"n": n} for n in range(80)])
+        settle(client, topic, 2)
+        options = read_options(given(own, topic, mode="segments", dataDir=str(own.data_dir)))
+        one = Range(topic, client.get_topic(topic).epoch, 0, 80)
+        for _ in range(256):
+            client.call(calls.segments(topic, pin_ttl_ms=600_000))
+        with pytest.raises(ServiceBusyError, match="keeps 256 pins"):
+            client.call(calls.segments(topic, pin_ttl_ms=600_000))
+        (sealed,), pins = sealed_of(client, [one])
+        assert not pins
+        records, gone = rows_of(read_part(one, sealed, plan_of(options)))
+    assert [row[0] for row in records] == list(range(1, 81))
+    assert not gone
+
+
+def test_the_tasks_of_a_process_renew_pins_together(
+    service: Service, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each task asked for all pins of its query: those of 200 topics were 40,000 requests."""
+    planned = Planned(service, topic)
+    renewed: list[str] = []
+
+    def renew(name: str, pin: str, ttl_ms: int) -> Any:
+        renewed.append(pin)
+        return calls.renew_pin(name, pin, ttl_ms)
+
+    monkeypatch.setattr(segment_scan, "calls", SimpleNamespace(renew_pin=renew))
+    for _ in range(3):
+        assert planned.read() == planned.expected
+    assert renewed == [pin.id for pin in planned.pins]
 
 
 def test_directories_are_checked_where_they_are_used(service: Service, topic: str, read: Reading) -> None:

@@ -10,6 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from pyspark.sql.types import (
@@ -25,12 +26,12 @@ from pyspark.sql.types import (
 )
 
 from tests.harness import Service
-from topics.client import Client, Record
+from topics.client import Client, NewRecord, Record
 from topics.core.names import check_topic_name
 from topics.spark.columns import arrow_schema
 from topics.spark.jobs.program import run_to_end
 from topics.spark.options import OptionError, TopicsSparkError, plainly, write_options
-from topics.spark.sink import BatchWriter, Rows
+from topics.spark.sink import BatchWriter, Rows, check_json
 from topics.spark.source import TopicsDataSource
 
 if TYPE_CHECKING:
@@ -101,6 +102,14 @@ def test_a_number_that_is_not_finite_is_refused_by_its_place(value: Any, place: 
         made(NUMBERS, [{"n": 1.0, "m": None}, value])
 
 
+def test_a_null_in_meta_is_refused_by_its_name() -> None:
+    schema = StructType([StructField("data", StringType()), StructField("meta", MapType(StringType(), StringType()))])
+    options = write_options({"topic": "t"})
+    batch = pa.RecordBatch.from_pylist([{"data": "1", "meta": [("k", "v"), ("n", None)]}], arrow_schema(schema))
+    with pytest.raises(TopicsSparkError, match=r"a row for topic 't': meta\.n is null, and only strings are meta"):
+        list(BatchWriter(schema, options).groups(Rows(schema, options), iter([batch])))
+
+
 def test_texts_are_written_byte_for_byte_and_rows_may_name_their_topic(
     spark: SparkSession, service: Service, topics: Client, topic: str
 ) -> None:
@@ -156,6 +165,31 @@ def test_an_abort_drops_what_the_other_tasks_have_staged(service: Service, topic
     writer.abort([staged, None])
     assert stages_left(service) <= before
     assert topics.get_topic(topic).head_seq == 0
+
+
+def test_a_job_commits_under_the_name_that_its_user_gave(topic: str) -> None:
+    """A key whose prefixes are those of the topic and of the sink was refused when all rows were staged."""
+    schema = StructType([StructField("data", StringType())])
+    with Service(env={"TOPICS_API_KEYS": f"key:rw:{topic}|mine"}) as guarded:
+        writer = BatchWriter(
+            schema, write_options({"url": guarded.url, "token": "key", "topic": topic, "sink": "mine"})
+        )
+        writer.commit([writer.write(iter([pa.RecordBatch.from_pydict({"data": ["1", "2"]})]))])
+        with Client(guarded.url, token="key") as client:
+            assert client.get_topic(topic).head_seq == 2
+
+
+@pytest.mark.parametrize("text", ['{"x": 1e400}', f'{{"x": {"1" * 5_000}}}', " [1, null] "])
+def test_texts_are_checked_as_the_service_checks_them(service: Service, topics: Client, topic: str, text: str) -> None:
+    """A number that Python cannot hold is JSON: a topic with one could be exported, and not be replayed."""
+    check_json([NewRecord(msgspec.Raw(text.encode()))])
+    topics.append(topic, [NewRecord(msgspec.Raw(text.encode()))])
+
+
+@pytest.mark.parametrize("text", ["", "1 2", "NaN", '{"x": 1},{"x": 2}', "[" * 5_000 + "]" * 5_000])
+def test_a_text_that_is_not_json_is_shown(text: str) -> None:
+    with pytest.raises(TopicsSparkError, match="a row's data is not JSON: "):
+        check_json([NewRecord(msgspec.Raw(text.encode()))])
 
 
 @pytest.mark.parametrize(

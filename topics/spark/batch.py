@@ -10,7 +10,7 @@ from pyspark.sql.types import StructType
 
 from topics.client import Client
 from topics.spark import http_read
-from topics.spark.columns import ColumnBuilder
+from topics.spark.columns import ColumnBuilder, check_schema
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, ReadPlan, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
 from topics.spark.options import Positions, ReadOptions
@@ -36,6 +36,7 @@ class RangeReader:
     def __init__(self, schema: StructType, options: ReadOptions) -> None:
         self._schema = schema
         self._options = options
+        check_schema(schema, options)
         ColumnBuilder(schema, options)  # a wrong schema fails here, not in a task
 
     def plan(

@@ -2,7 +2,7 @@
 
 The option `schema` adds parsed columns: top-level fields of `data` as Spark types. They follow Spark's `from_json` in
 its permissive mode: a field that is missing or does not fit is null, never an error. A STRING takes any value: text as
-it is, anything else as JSON.
+it is, anything else as JSON. A DECIMAL takes a number in a text, too, a TIMESTAMP seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import datetime
 import decimal
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -54,6 +55,8 @@ def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mappi
 
 
 Convert = Callable[[Any], Any]
+_NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
+_EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 _decode = msgspec.json.Decoder().decode
 _decode_exact = msgspec.json.Decoder(float_hook=decimal.Decimal).decode
@@ -139,6 +142,8 @@ def _decimal(precision: int, scale: int) -> Convert:
     context = decimal.Context(prec=precision, rounding=decimal.ROUND_HALF_UP)
 
     def convert(value: Any) -> decimal.Decimal | None:
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = decimal.Decimal(value)
         if not isinstance(value, int | decimal.Decimal) or isinstance(value, bool):
             return None
         try:
@@ -150,18 +155,19 @@ def _decimal(precision: int, scale: int) -> Convert:
 
 
 def _timestamp(value: Any) -> datetime.datetime | None:
-    if not isinstance(value, str):
-        return None
     try:
-        time = datetime.datetime.fromisoformat(value)
-    except ValueError:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return _EPOCH + datetime.timedelta(seconds=value)
+        time = datetime.datetime.fromisoformat(value) if isinstance(value, str) else None
+    except (ValueError, OverflowError):
         return None
-    return time.replace(tzinfo=datetime.UTC) if time.tzinfo is None else time
+    return time.replace(tzinfo=datetime.UTC) if time is not None and time.tzinfo is None else time
 
 
 def _date(value: Any) -> datetime.date | None:
+    """Return the day of a date, or of a time as it is written there, whatever its zone."""
     try:
-        return datetime.date.fromisoformat(value) if isinstance(value, str) else None
+        return datetime.datetime.fromisoformat(value).date() if isinstance(value, str) and value[4:5] == "-" else None
     except ValueError:
         return None
 
@@ -181,21 +187,33 @@ _SCALARS: Final[dict[type[types.DataType], Convert]] = {
 
 
 RECORD_COLUMNS: Final = (
-    "topic STRING, seq BIGINT, timestamp TIMESTAMP, node STRING, tag STRING, data STRING, meta MAP<STRING, STRING>"
+    "topic string, seq bigint, timestamp timestamp, node string, tag string, data string, meta map<string,string>"
 )
-GAP_COLUMNS: Final = "kind STRING, gap_from BIGINT, gap_to BIGINT, reason STRING"
-_RECORD_COUNT: Final = 7
-_GAP_COUNT: Final = 4
+GAP_COLUMNS: Final = "kind string, gap_from bigint, gap_to bigint, reason string"
 
 
 def schema_ddl(options: ReadOptions) -> str:
     """Return the columns of a read: those of records, with `tombstones=rows` those of gaps, then parsed ones."""
-    parts = [RECORD_COLUMNS]
-    if options.tombstones == "rows":
-        parts.append(GAP_COLUMNS)
-    if options.parsed_schema is not None:
-        parts.append(options.parsed_schema)
-    return ", ".join(parts)
+    return ", ".join(_fixed_columns(options) + ([] if options.parsed_schema is None else [options.parsed_schema]))
+
+
+def _fixed_columns(options: ReadOptions) -> list[str]:
+    return RECORD_COLUMNS.split(", ") + (GAP_COLUMNS.split(", ") if options.tombstones == "rows" else [])
+
+
+def check_schema(schema: StructType, options: ReadOptions) -> None:
+    """Raise OptionError for a schema that is not that of `schema_ddl`: a user may have given one to `.schema(…)`. Spark
+    would take its columns by their places, and a column that is `NOT NULL` for one without nulls.
+    """
+    fixed = _fixed_columns(options)
+    if [f"{field.name} {field.dataType.simpleString()}" for field in schema.fields[: len(fixed)]] != fixed:
+        raise OptionError(
+            f"a read begins with the columns {', '.join(fixed)}, not with {', '.join(schema.fieldNames())}: leave out "
+            ".schema(…), and name fields of data in the option schema"
+        )
+    for field in schema.fields:
+        if '"nullable":false' in field.json():
+            raise OptionError(f"option schema: {field.name} is NOT NULL, but a record may lack it: leave that out")
 
 
 class Records(NamedTuple):
@@ -224,7 +242,7 @@ class ColumnBuilder:
         self._arrow = arrow_schema(schema)
         self._with_tags = options.include_tags
         self._with_gaps = options.tombstones == "rows"
-        self._parsed = ParsedColumns(schema.fields[_RECORD_COUNT + (_GAP_COUNT if self._with_gaps else 0) :])
+        self._parsed = ParsedColumns(schema.fields[len(_fixed_columns(options)) :])
 
     def batch_of(self, topic: str, records: Sequence[Record]) -> pa.RecordBatch:
         with_meta = [(number, record.meta) for number, record in enumerate(records) if record.meta is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)
 """A task that fails is run again from its start: waiting for a service that comes back is cheaper."""
 PLAN_RETRY = Retry(total_s=5.0)
 """A person waits for the plan."""
+BEHIND_PAUSE_S = 0.25
+"""The time until a follower that is behind is asked again."""
 
 _log = logging.getLogger("topics.spark")
 
@@ -88,6 +91,14 @@ def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> 
     return offset
 
 
+def follows(client: Client, topic: str) -> bool:
+    """Return True if the service follows another one: what it lacks of the topic may still come."""
+    try:
+        return client.diff(topic, limit=1).performance.lag_ms is not None
+    except NotFoundError:
+        return False
+
+
 def before_ts(client: Client, topic: str, ts: int) -> int:
     """Return the last seq before the first record with `$ts` >= ts; the head when there is none."""
     page = client.diff(topic, from_ts=ts, limit=1)
@@ -133,7 +144,7 @@ def batches_and_gaps(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.
 def _pages_and_gaps(client: Client, one: Range, options: ReadOptions) -> Iterator[list[Record] | Gap]:
     if one.gap is not None:
         yield one.gap
-    cursor = one.from_seq
+    cursor, until_s = one.from_seq, 0.0
     while cursor < one.to_seq:
         try:
             page = client.diff(
@@ -148,6 +159,16 @@ def _pages_and_gaps(client: Client, one: Range, options: ReadOptions) -> Iterato
             yield Gap(cursor + 1, one.to_seq, "deleted")
             return
         reason = _break(page, one, cursor)
+        if reason == LOST_TAIL and page.performance.lag_ms is not None:
+            until_s = until_s or time.monotonic() + TASK_RETRY.total_s
+            if time.monotonic() > until_s:
+                raise TopicsSparkError(
+                    f"topic {one.topic!r}: {options.service.url} follows another service, and has records up to "
+                    f"{page.head_seq} of it, not up to {one.to_seq}; run the query again, or read from the leader"
+                )
+            time.sleep(BEHIND_PAUSE_S)
+            continue
+        until_s = 0.0
         if reason is not None:
             yield Gap(cursor + 1, one.to_seq, reason)
             return

@@ -17,7 +17,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import SegmentStore, open_store
 
 _OURS = re.compile(r"(^|\s)topics\.[\w.]+Error: ")
-_TRACEBACK = "Traceback (most recent call last):"
+_BEFORE_ERROR = ("Traceback (most recent call last):", "thrown from the Python worker:")
 
 
 class TopicsSparkError(Exception):
@@ -39,9 +39,9 @@ def plainly(error: BaseException) -> str:
         ours = _OURS.search(line)
         if ours is not None:
             return line[ours.end() :]
-    traceback_at = next((number for number, line in enumerate(lines) if line.endswith(_TRACEBACK)), len(lines))
-    for line in lines[traceback_at + 1 :]:
-        if not line.startswith(" "):
+    begins_at = next((number for number, line in enumerate(lines) if line.endswith(_BEFORE_ERROR)), len(lines))
+    for line in lines[begins_at + 1 :]:
+        if not line.startswith(" ") and not line.endswith(_BEFORE_ERROR):
             return line
     return lines[0].strip() if lines else type(error).__name__
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -27,7 +28,7 @@ from topics.spark import http_read, segment_arrow
 from topics.spark.columns import Records
 from topics.spark.http_read import TASK_RETRY, ReadPlan, connect
 from topics.spark.offsets import Gap, Range
-from topics.spark.options import Directories, OptionError
+from topics.spark.options import Directories, OptionError, Service
 from topics.spark.segment_arrow import ArrowEntries, InconsistentLengthsError, Ints
 from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
@@ -233,6 +234,11 @@ def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tup
                 manifest, segments, of_topic_pins = pinned_segments(client, topic, from_seq, to_seq)
             except NotFoundError:
                 continue  # deleted since the plan: the task finds that out over HTTP
+            except ServiceBusyError as refused:
+                if refused.detail.get("limit") != "pins":
+                    raise
+                _log.warning("topic %s is read over HTTP, not from its files: %s", topic, refused)
+                continue
             found[topic] = manifest, segments
             pins += of_topic_pins
     return [_sealed_of(part, found.get(part.topic), tuple(pins)) for part in parts], tuple(pins)
@@ -291,8 +297,8 @@ def end_pins(client: Client, pins: Iterable[Pinned]) -> None:
 def read_part(one: Range, sealed: Sealed, plan: ReadPlan) -> Iterator[pa.RecordBatch]:
     """Yield the batches of a range in order, from files where there are any; otherwise like `http_read.read_range`."""
     options = plan.options
-    with connect(options.service, TASK_RETRY) as client, connect(options.service, _RENEW_RETRY) as renewing:
-        items = _PartReader(client, _Renewal(renewing, sealed.pins), one, sealed, plan).items()
+    with connect(options.service, TASK_RETRY) as client:
+        items = _PartReader(client, _renewal_of(options.service, sealed.pins), one, sealed, plan).items()
         yield from http_read.delivered(one.topic, _joined(items), plan)
 
 
@@ -378,8 +384,8 @@ def _continues(gap: Gap, other: Gap) -> bool:
 class _Renewal:
     """Renews the pins of a query while one of its tasks runs. Reading goes on if the service does not answer."""
 
-    def __init__(self, client: Client, pins: tuple[Pinned, ...]) -> None:
-        self._client = client
+    def __init__(self, service: Service, pins: tuple[Pinned, ...]) -> None:
+        self._service = service
         self._pins = pins
         self._due_s = 0.0
 
@@ -389,7 +395,14 @@ class _Renewal:
             return
         self._due_s = now_s + _RENEW_EVERY_S
         try:
-            for topic, pin in self._pins:
-                self._client.call(calls.renew_pin(topic, pin, PIN_TTL_MS))
+            with connect(self._service, _RENEW_RETRY) as client:
+                for topic, pin in self._pins:
+                    client.call(calls.renew_pin(topic, pin, PIN_TTL_MS))
         except ClientError as error:
             _log.warning("pins were not renewed: %s", error)
+
+
+@lru_cache(maxsize=8)
+def _renewal_of(service: Service, pins: tuple[Pinned, ...]) -> _Renewal:
+    """Return the renewal that the tasks of this process share: each of them would ask for all pins of its query."""
+    return _Renewal(service, pins)

@@ -78,6 +78,11 @@ class Rows:
                 raise TopicsSparkError(f"a row names the topic {topic!r}, which is not a valid name")
             if data is None:
                 raise TopicsSparkError(f"a row for topic {target!r} has no data: null is not a record (try 'null')")
+            nulls = [] if meta is None else [key for key, value in meta if value is None]
+            if nulls:
+                raise TopicsSparkError(
+                    f"a row for topic {target!r}: meta.{nulls[0]} is null, and only strings are meta"
+                )
             try:
                 text = data.encode() if self._convert is None else encode_body(self._convert(data), "data")
             except NotFiniteError as error:
@@ -85,12 +90,15 @@ class Rows:
             yield target, NewRecord(msgspec.Raw(text), tag, node, None if meta is None else dict(meta))
 
 
+_check = msgspec.json.Decoder(msgspec.Raw).decode  # decodes nothing: a number may be beyond all that Python holds
+
+
 def check_json(records: list[NewRecord]) -> None:
     """Raise TopicsSparkError for a text that is not JSON: the service would not say which one it is."""
     for record in records:
         try:
-            msgspec.json.decode(record.data)
-        except msgspec.DecodeError as error:
+            _check(record.data)
+        except (msgspec.DecodeError, RecursionError) as error:
             text = bytes(record.data)[:100].decode(errors="replace")
             raise TopicsSparkError(f"a row's data is not JSON: {error}: {text!r}") from None
 
@@ -201,7 +209,7 @@ class BatchWriter(Stager, DataSourceArrowWriter):
     """Writes one job as the only batch of a sink of its own: all of it or nothing."""
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        sink = f"spark-job.{self._job}"
+        sink = f"{self.options.sink}-job.{self._job}"
         self.publish(sink, 0, all_staged(messages))
         # Only now: while a commit may be repeated, the sink has to remember its batch.
         with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:

@@ -46,8 +46,16 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
         heads |= {topic: mark for topic, mark in begin.items() if not self._options.subscribed(topic)}
         if self._target is not None:
             heads = _up_to(heads, self._target, begin)
+        heads |= self._ahead(begin, heads)
         max_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         return to_json(advance(begin, heads, max_records))
+
+    def _ahead(self, begin: Offset, heads: Offset) -> Offset:
+        """Return the positions ahead of a service that follows another one: it may still get there. One that leads has
+        lost those records.
+        """
+        ahead = {topic: mark for topic, mark in begin.items() if _is_ahead(mark, heads.get(topic))}
+        return {topic: mark for topic, mark in ahead.items() if http_read.follows(self._service(), topic)}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets_per_trigger
@@ -98,6 +106,10 @@ def _up_to(heads: Offset, target: Offset, begin: Offset) -> Offset:
         elif topic in begin:
             bounded[topic] = begin[topic]
     return bounded
+
+
+def _is_ahead(mark: Mark, head: Mark | None) -> bool:
+    return head is not None and head.epoch == mark.epoch and head.seq < mark.seq
 
 
 class StreamWriter(Stager, DataSourceStreamArrowWriter):

@@ -20,6 +20,8 @@ from topics.spark.jobs import delta, program
 from topics.spark.options import OptionError
 
 _KEPT = ("data", "tag", "node", "meta")
+BATCH_MAX_S = 600
+"""The longest that a batch takes at --rate: staged rows expire (TOPICS_STAGE_TTL_MS, an hour)."""
 _ROUTER_KEY = "_topics_router"  # the key of `meta` that only routers may write (api §6)
 
 
@@ -88,7 +90,8 @@ def _of_topic(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
         source |= {"mode": "segments", "dataDir": options.data_dir}
         source |= {} if options.cold_dir is None else {"coldDir": options.cold_dir}
     reader = spark.readStream.format("topics").options(**source)
-    return reader.option("maxOffsetsPerTrigger", options.records_per_batch).load()
+    most = min(options.records_per_batch, (options.rate or options.records_per_batch) * BATCH_MAX_S)
+    return reader.option("maxOffsetsPerTrigger", most).load()
 
 
 def _replayable(rows: DataFrame) -> DataFrame:

@@ -1,0 +1,81 @@
+"""A follower that is behind a query: the query read from the leader before, or the follower was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+from tests.archive.test_following import following, follows, leading
+from tests.contract.asking import state, write
+from tests.harness import Service, poll
+from tests.spark.test_segment_scan import plan_of, rows_of, schema_of
+from topics.client import Client, Retry
+from topics.spark import http_read
+from topics.spark.http_read import read_range
+from topics.spark.offsets import Range
+from topics.spark.options import TopicsSparkError, read_options
+from topics.spark.spark_stream import StreamReader
+
+Followed = tuple[Service, Service, Callable[[], None]]
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Iterator[Followed]:
+    """A leader with 20 records, a follower that has 10 of them, and what lets it have the others."""
+    place = tmp_path / "archive"
+    with leading(place) as leader, Service(env=following(place)) as follower:
+        write(leader.client, "orders", *range(10))
+        follows(follower, leader, "orders")
+        pid = leader.pid_of("archiver")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            write(leader.client, "orders", *range(10, 20))
+            yield leader, follower, partial(os.kill, pid, signal.SIGCONT)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.spark_since("4.2")
+def test_a_stream_waits_for_a_follower_that_is_behind_it(followed: Followed) -> None:
+    leader, follower, go_on = followed
+    options = read_options({"url": follower.url, "subscribe": "orders"})
+    reader = StreamReader(schema_of(options), options)
+    at = {"orders": {"seq": 20, "epoch": state(leader.client, "orders")["epoch"]}}
+    assert state(follower.client, "orders")["head_seq"] == 10
+    assert reader.latestOffset(at, ReadAllAvailable()) == at
+    write(leader.client, "orders", 20)
+    go_on()
+    poll("what is new", lambda: reader.latestOffset(at, ReadAllAvailable())["orders"]["seq"] == 21)
+    reader.stop()
+
+
+@pytest.mark.spark_since("4.2")
+def test_a_pass_over_what_a_follower_has_ends_where_the_query_stands(followed: Followed) -> None:
+    leader, follower, _ = followed
+    options = read_options({"url": follower.url, "subscribe": "orders"})
+    reader = StreamReader(schema_of(options), options)
+    reader.prepareForTriggerAvailableNow()
+    at = {"orders": {"seq": 20, "epoch": state(leader.client, "orders")["epoch"]}}
+    assert reader.latestOffset(at, ReadAllAvailable()) == at
+    reader.stop()
+
+
+def test_a_task_waits_for_what_its_follower_lacks(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower, go_on = followed
+    options = read_options({"url": follower.url, "subscribe": "orders", "tombstones": "rows"})
+    part = Range("orders", state(leader.client, "orders")["epoch"], 0, 20)
+    with Client(follower.url) as client:
+        with monkeypatch.context() as hasty:
+            hasty.setattr(http_read, "TASK_RETRY", Retry(total_s=0.0))
+            with pytest.raises(TopicsSparkError, match="follows another service, and has records up to 10 of it"):
+                rows_of(read_range(client, part, plan_of(options)))
+        go_on()
+        records, gone = rows_of(read_range(client, part, plan_of(options)))
+    assert [row[0] for row in records] == list(range(1, 21))
+    assert not gone
