@@ -42,9 +42,10 @@ threading.Thread(target=lambda: Client(sys.argv[1]).queue(sys.argv[2]).run(print
 threading.Thread(target=tell).start()
 """
 LEAVES_A_PRODUCER = """
-import sys
+import atexit, sys
 from topics.client import Client, ProducerLimits
 
+atexit.register(lambda: producer.send("the end"))
 producer = Client(sys.argv[1]).producer(sys.argv[2], limits=ProducerLimits(linger_ms=3_600_000))
 for number in range(5):
     producer.send(number)
@@ -108,7 +109,7 @@ def test_what_waits_in_a_producer_is_written_at_the_end_of_a_program(
 ) -> None:
     _, errors = end(begin(LEAVES_A_PRODUCER, service, topic))
     assert not errors
-    assert [record.data for record in topics.diff(topic).records] == list(range(5))
+    assert [record.data for record in topics.diff(topic).records] == [*range(5), "the end"]
 
 
 def test_a_forked_child_that_settles_a_job_of_its_parent_is_refused(topics: Client, queue: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import socket
@@ -19,7 +20,7 @@ import pytest
 
 from tests.harness import poll
 from topics.api.answers import JobAnswer
-from topics.client import AsyncClient, Client, ClientError, NotAllowedError, Record, Retry, UnreachableError, calls
+from topics.client import AsyncClient, Client, ClientError, NotAllowedError, Retry, UnreachableError, calls
 from topics.client.clients import REQUESTS_MAX
 from topics.client.errors import ServiceFaultError
 from topics.client.http import NotSentError, ServiceAddress, TransportError
@@ -31,11 +32,6 @@ CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 REQUEST = b"GET /v0/x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 NO_REPEAT = Retry(total_s=0.0)
-SESSION = (
-    b'{"wid":"w","stream_url":"/v0/watch/w","session_ttl_ms":300000,"performance":{"server_total_ms":0},'
-    b'"topics":{"t":{"from_seq":0,"head_seq":0,"earliest_seq":1}}}'
-)
-RECORD = b'event: record\ndata: {"topic":"t","records":[{"$seq":1,"$ts":1,"data":"late"}],"to_seq":1}\nid: x\n\n'
 
 
 class Script:
@@ -79,10 +75,6 @@ class Script:
         self._listener.close()
         for connection in self.connections:
             connection.close()
-
-
-def answer(body: bytes, kind: bytes = b"application/json") -> bytes:
-    return b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (kind, len(body), body)
 
 
 def refusal(code: str) -> bytes:
@@ -225,48 +217,18 @@ def test_a_stream_that_nobody_reads_any_more_is_closed(script: Callable[..., Scr
     assert service.closed.acquire(timeout=20)
 
 
-def test_a_quiet_stream_that_is_cut_again_and_again_ends_no_follower(script: Callable[..., Script]) -> None:
-    """A proxy cuts each one after a time; there is time for the repeat of a failure, and none for that of two."""
-    once = Retry(total_s=0.06, pause_first_s=0.05)
-    streams = [answer(body, b"text/event-stream") for body in (*[b"retry: 2000\n\n: hb 1\n\n"] * 3, RECORD)]
-    service = script(answer(SESSION), *streams)
-    with Client(f"http://127.0.0.1:{service.port}", retry=once) as client:
-        _, item = next(client.follow("t"))
-    assert isinstance(item, Record)
-    assert item.data == "late"
-
-
-def test_a_client_that_loops_one_after_another_share_opens_connections_of_their_own(
-    script: Callable[..., Script],
+def test_a_brake_on_one_who_repeats_without_an_end_is_no_warning(
+    script: Callable[..., Script], caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = script(OK, OK)
-    links = links_to(service, AsyncLink)
-    for _ in range(2):
-        assert asyncio.run(links.ask(REQUEST)).status == 200
-
-
-def test_a_client_leaves_an_address_whose_answer_was_lost_also_when_it_must_not_repeat(
-    script: Callable[..., Script],
-) -> None:
-    broken, well = script(None, None), script(OK)
-    with Client([f"http://127.0.0.1:{one.port}" for one in (broken, well)]) as client:
-        with pytest.raises(UnreachableError, match="may have been"):
-            client.call(calls.claim("t", "node"))
-        assert client.call(calls.Call("POST", "/v0/x", bytes, repeatable=False)) == b"{}"
-    assert (len(broken.requests), len(well.requests)) == (1, 1)
-
-
-def test_loops_one_after_another_share_a_client_also_when_requests_wait_in_it(script: Callable[..., Script]) -> None:
-    service = script(*[OK] * 4 * REQUESTS_MAX)
-    client = AsyncClient(f"http://127.0.0.1:{service.port}")
-    call = calls.Call("GET", "/v0/x", bytes)
-
-    async def ask() -> None:
-        answers = await asyncio.gather(*(client.call(call) for _ in range(REQUESTS_MAX + 1)))
-        assert set(answers) == {b"{}"}
-
-    for _ in range(2):
-        asyncio.run(ask())
+    """Only what a producer might wait for in vain is told."""
+    body = b'{"error":{"code":"throttled","message":"later","detail":{"retry_after_ms":1}}}'
+    brake = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    service = script(brake, brake, OK)
+    endless = Retry(total_s=math.inf, pause_first_s=0.001)
+    with Client(f"http://127.0.0.1:{service.port}", retry=endless) as client:
+        assert client.call(calls.Call("GET", "/v0/x", bytes)) == b"{}"
+    assert len(service.requests) == 3
+    assert not caplog.messages
 
 
 def test_long_polls_keep_no_request_from_being_sent() -> None:

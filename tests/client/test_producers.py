@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -262,6 +264,32 @@ def test_the_end_has_a_deadline(topic: str) -> None:
         with pytest.raises(UnreachableError):
             sent.result(0)
         service.start()
+
+
+def test_the_error_of_a_failed_producer_names_the_line_that_met_it(topics: Client, topic: str) -> None:
+    def use() -> None:
+        with topics.producer("/" + topic) as producer:
+            producer.send(1)
+            producer.flush()
+
+    with pytest.raises(InvalidRequestError) as failed:
+        use()
+    lines = [frame.line for frame in traceback.extract_tb(failed.value.__traceback__) if frame.filename == __file__]
+    assert lines[-1] == "producer.flush()"
+
+
+def test_a_failed_producer_that_nobody_closed_is_collected(topics: Client, topic: str) -> None:
+    producer = topics.producer("/" + topic)
+    with pytest.raises(InvalidRequestError):
+        producer.send(1).result()
+    left = weakref.ref(producer)
+    del producer
+
+    def is_gone() -> bool:
+        gc.collect()
+        return left() is None
+
+    poll("its end", is_gone)
 
 
 def test_a_producer_that_waits_without_an_end_says_why(topic: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,8 +21,9 @@ from topics.client.errors import ApiError, ClientError, ServiceBusyError, Servic
 from topics.client.http import NotSentError
 
 NOT_LEADER: Final = "not_leader"
+THROTTLED: Final = "throttled"
 NOT_CARRIED_OUT: Final = frozenset(
-    ("request_timeout", "throttled", "not_ready", "shutting_down", "storage_unavailable", NOT_LEADER)
+    ("request_timeout", THROTTLED, "not_ready", "shutting_down", "storage_unavailable", NOT_LEADER)
 )
 PASSES_BY_WAITING = frozenset(
     ("max_inflight_per_key", "max_connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")

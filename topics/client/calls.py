@@ -109,7 +109,7 @@ def _decoder(answer: Any) -> Callable[[bytes], Any]:
 
 
 def _records(records: Iterable[Any]) -> list[Any]:
-    if isinstance(records, Mapping | str | bytes):  # their parts would be written, the keys of a dict among them
+    if isinstance(records, (Mapping, str, bytes)):  # their parts would be written, the keys of a dict among them
         raise TypeError(f"records are a list, not one {type(records).__name__}: put it into [ ]")
     return [record if isinstance(record, NewRecord) else NewRecord(record) for record in records]
 

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, Self, TypeVar, Unpack, overload
 from urllib.parse import urlencode
 
 from topics.api.answers import Record
-from topics.client.attempts import NOT_LEADER, RETRY, UNKNOWN, Attempts, Retry, describe, error_of
+from topics.client.attempts import NOT_LEADER, RETRY, THROTTLED, UNKNOWN, Attempts, Retry, describe, error_of
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError
@@ -101,9 +101,10 @@ class Connection(Commands):
                 continue
             if not stays:
                 untried = len(servers) - 1
-            # Who repeats without an end, as producers do, gets no error that would say why.
-            endless = self._retry.total_s == math.inf or (refusal is not None and refusal.code == NOT_LEADER)
-            if endless and not is_told:
+            # Who repeats without an end, as producers do, gets no error that would say why. A brake is no trouble.
+            code = "" if refusal is None else refusal.code
+            endless = self._retry.total_s == math.inf and code != THROTTLED
+            if (endless or code == NOT_LEADER) and not is_told:
                 log.warning("%s %s%s waits: %s", call.method, server.address.url, call.target, trouble)
                 is_told = True
             await self._pause(pause_s)
@@ -133,7 +134,6 @@ class Connection(Commands):
                 opened = self._stream(self._reads, following.path, {}, following.headers(), following.silence_max_s)
                 async with aclosing(opened) as stream:
                     async for events in stream:
-                        following.hear()
                         for event in events:
                             yield following.take(event)
                             if following.ended():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import math
 import secrets
 import threading
@@ -14,7 +15,9 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypedDict, TypeVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -36,6 +39,7 @@ from topics.client.errors import (
 from topics.client.links import THIS_PROCESS, finish
 
 T = TypeVar("T")
+log = logging.getLogger("topics.client")
 
 CLOSE_MAX_S: Final = 60.0
 STEP_RECORDS: Final = 256
@@ -233,7 +237,7 @@ class _Production:
         self._placing = Placing(topic, name, options)
         self._records = Accumulator(options.get("limits", ProducerLimits()), new_future, time.monotonic)
         self._work, self._room = signals
-        self._close_max_s = options.get("close_max_s", CLOSE_MAX_S)
+        self.close_max_s = options.get("close_max_s", CLOSE_MAX_S)
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._closed = False
         self._pid = THIS_PROCESS[0]
@@ -251,9 +255,8 @@ class _Production:
 
     def _raise_failure(self) -> None:
         if self._records.failure is not None:
-            raise self._records.failure.with_traceback(
-                None
-            )  # else it would keep the frames of each `send` that it ends
+            # Else it would keep the frames of each `send` that it ends.
+            raise self._records.failure.with_traceback(None)
 
     async def _make_room(self, timeout_s: float | None) -> None:
         """Wait under the lock until a record may be added; a batch that is not full goes, too, to make room."""
@@ -290,7 +293,7 @@ class _Production:
             self._room.notify_all()
         try:
             with suppress(TimeoutError):
-                await self._flush(self._close_max_s if timeout_s is None else timeout_s)
+                await self._flush(self.close_max_s if timeout_s is None else timeout_s)
         finally:
             with self._lock:
                 if self._records.pause_s() is not None:
@@ -352,7 +355,7 @@ class Producer(_Production):
         finish(self._placing.begin(client))
         sending = self._send_all(self._own)
         threading.Thread(target=lambda: finish(sending), name=self._placing.what, daemon=True).start()
-        atexit.register(self.close)  # else what waits would be lost without a word
+        _left.add(self)
 
     def last(self) -> Record | None:
         """Return the last record that a former life of this name wrote, None if none did. ClientError if it is gone."""
@@ -390,15 +393,17 @@ class Producer(_Production):
         finally:
             self._ended.set()
             self._own.close()
-            atexit.unregister(self.close)
+            _left.discard(self)
         self._raise_unseen()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         with suppress(Exception) if error is not None else nullcontext():
             self.close()
+        if error is not None:
+            error.__traceback__ = trace  # `close` raises the producer's failure anew, which may be this one
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
         batch.settled.result(timeout_s)
@@ -406,6 +411,20 @@ class Producer(_Production):
     def _pause(self, pause_s: float) -> None:
         if self._ended.wait(pause_s):
             raise self._late()
+
+
+_left: Final[WeakSet[Producer]] = WeakSet()
+"""Producers that are not closed. What waits in them would be lost without a word at the end of Python."""
+
+
+@atexit.register  # with this module, so that what a program registers itself comes before it
+def _close_left() -> None:
+    until_s = time.monotonic() + CLOSE_MAX_S
+    for producer in list(_left):
+        try:
+            producer.close(min(producer.close_max_s, max(0.0, until_s - time.monotonic())))
+        except Exception:
+            log.exception("a producer that was not closed could not write all of its records")
 
 
 class AsyncProducer(_Production):
@@ -467,9 +486,11 @@ class AsyncProducer(_Production):
         self._task = asyncio.create_task(self._send_all(self._own), name=self._placing.what)
         return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         with suppress(Exception) if error is not None else nullcontext():
             await self.close()
+        if error is not None:
+            error.__traceback__ = trace
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
         await asyncio.wait([batch.settled], timeout=timeout_s)

@@ -150,7 +150,8 @@ class Job(_Job):
         try:
             self._settle(partial(self._job._end, error))
         except LeaseLostError as lost:
-            log.warning("%s", lost)
+            if error is not None or not self._settled:
+                log.warning("%s", lost, exc_info=error)
         self._settled = True
         return isinstance(error, Exception)
 

@@ -187,12 +187,9 @@ class Following:
             return self._attempts.pause_after_announced_end()
         return self._attempts.pause_after_failure(trouble or TransportError("the stream ended"))
 
-    def hear(self) -> None:
-        """Note that something came, if only a heartbeat: the time for repeats begins with the next failure."""
-        self._attempts = None
-
     def take(self, frame: Event) -> Iterator[tuple[str, Item | TopicGone]]:
         """Yield the items of one frame. Its id counts after the last: a stream that breaks before repeats nothing."""
+        self._attempts = None
         event, data, id = frame
         if event == "record":
             page = _record_frame(data)
