@@ -152,6 +152,7 @@ PARSED = [
       "-123.45")),
     ({"d": "2024-02-30T00:00:00Z", "t": 10**15, "dec": "1_000"}, (None,) * 10),
     ({"d": "20240229", "t": True, "dec": "NaN"}, (None,) * 10),
+    ({"dec": "1" * 500_000 + "x"}, (None,) * 10),  # it took time by the square of its length
     (["no", "object"], (None,) * 10),
     ({}, (None,) * 10),
 ]  # fmt: skip
@@ -318,6 +319,19 @@ def test_a_schema_of_other_columns_is_refused(
     topics.append(topic, [1])
     reader = spark.read.format("topics").options(url=service.url, subscribe=topic)
     assert line in refusal(lambda: reader.schema(ddl).load().collect())
+
+
+def test_a_session_may_have_times_without_a_zone(
+    spark: SparkSession, topics: Client, topic: str, read: Reading
+) -> None:
+    topics.append(topic, [1])
+    spark.conf.set("spark.sql.timestampType", "TIMESTAMP_NTZ")
+    try:
+        frame = read(topic)
+        assert frame.schema["timestamp"].dataType.simpleString() == "timestamp_ntz"
+        assert seqs(frame) == [1]
+    finally:
+        spark.conf.unset("spark.sql.timestampType")
 
 
 @pytest.mark.parametrize("ddl", ["x INT NOT NULL", "x STRUCT<y: INT NOT NULL>", "x ARRAY<STRUCT<y: INT NOT NULL>>"])

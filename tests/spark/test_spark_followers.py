@@ -42,13 +42,17 @@ def followed(tmp_path: Path) -> Iterator[Followed]:
 
 
 @pytest.mark.spark_since("4.2")
-def test_a_stream_waits_for_a_follower_that_is_behind_it(followed: Followed) -> None:
+def test_a_stream_waits_for_a_follower_that_is_behind_it(followed: Followed, caplog: pytest.LogCaptureFixture) -> None:
     leader, follower, go_on = followed
     options = read_options({"url": follower.url, "subscribe": "orders"})
     reader = StreamReader(schema_of(options), options)
     at = {"orders": {"seq": 20, "epoch": state(leader.client, "orders")["epoch"]}}
     assert state(follower.client, "orders")["head_seq"] == 10
-    assert reader.latestOffset(at, ReadAllAvailable()) == at
+    for _ in range(2):
+        assert reader.latestOffset(at, ReadAllAvailable()) == at
+    assert [line for line in caplog.messages if "waits" in line] == [
+        f"topic orders: {follower.url} follows another service and has up to 10; the query waits at 20"
+    ]
     write(leader.client, "orders", 20)
     go_on()
     poll("what is new", lambda: reader.latestOffset(at, ReadAllAvailable())["orders"]["seq"] == 21)

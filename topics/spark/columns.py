@@ -55,7 +55,7 @@ def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mappi
 
 
 Convert = Callable[[Any], Any]
-_NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
+_NUMBER: Final = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
 _EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 _decode = msgspec.json.Decoder().decode
@@ -206,14 +206,16 @@ def check_schema(schema: StructType, options: ReadOptions) -> None:
     would take its columns by their places, and a column that is `NOT NULL` for one without nulls.
     """
     fixed = _fixed_columns(options)
-    if [f"{field.name} {field.dataType.simpleString()}" for field in schema.fields[: len(fixed)]] != fixed:
+    given = [f"{field.name} {field.dataType.simpleString()}" for field in schema.fields[: len(fixed)]]
+    # `timestamp` is what spark.sql.timestampType says.
+    if [column.replace("timestamp_ntz", "timestamp") for column in given] != fixed:
         raise OptionError(
             f"a read begins with the columns {', '.join(fixed)}, not with {', '.join(schema.fieldNames())}: leave out "
             ".schema(…), and name fields of data in the option schema"
         )
     for field in schema.fields:
         if '"nullable":false' in field.json():
-            raise OptionError(f"option schema: {field.name} is NOT NULL, but a record may lack it: leave that out")
+            raise OptionError(f"column {field.name} is NOT NULL, but a record may lack it: leave that out")
 
 
 class Records(NamedTuple):

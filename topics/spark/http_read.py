@@ -91,10 +91,10 @@ def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> 
     return offset
 
 
-def follows(client: Client, topic: str) -> bool:
+def follows(client: Client, topic: str, head_seq: int) -> bool:
     """Return True if the service follows another one: what it lacks of the topic may still come."""
     try:
-        return client.diff(topic, limit=1).performance.lag_ms is not None
+        return client.diff(topic, head_seq, limit=1).performance.lag_ms is not None  # no record is read for it
     except NotFoundError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,15 @@ from topics.spark.options import TopicsSparkError
 from topics.spark.segment_scan import Pinned, end_pins
 from topics.spark.sink import Stager, all_staged
 
+_log = logging.getLogger("topics.spark")
+
 
 class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives in a process of the driver as long as its query; each task gets a pickled copy."""
 
     _target: Offset | None = None  # the heads at the start of a query with `Trigger.AvailableNow`
     _client: Client | None = None
+    _waiting: frozenset[str] = frozenset()  # topics that the service, a follower, has not as far as the query has read
     _pins: tuple[Pinned, ...] = ()  # pins of the last batch that was planned
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,8 +58,18 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
         """Return the positions ahead of a service that follows another one: it may still get there. One that leads has
         lost those records.
         """
-        ahead = {topic: mark for topic, mark in begin.items() if _is_ahead(mark, heads.get(topic))}
-        return {topic: mark for topic, mark in ahead.items() if http_read.follows(self._service(), topic)}
+        found: Offset = {}
+        for topic, mark in begin.items():
+            head = heads.get(topic)
+            if head is None or head.epoch != mark.epoch or head.seq >= mark.seq:
+                continue
+            if http_read.follows(self._service(), topic, head.seq):
+                found[topic] = mark
+                if topic not in self._waiting:
+                    where = (topic, self._options.service.url, head.seq, mark.seq)
+                    _log.warning("topic %s: %s follows another service and has up to %s; the query waits at %s", *where)
+        self._waiting = frozenset(found)
+        return found
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets_per_trigger
@@ -106,10 +120,6 @@ def _up_to(heads: Offset, target: Offset, begin: Offset) -> Offset:
         elif topic in begin:
             bounded[topic] = begin[topic]
     return bounded
-
-
-def _is_ahead(mark: Mark, head: Mark | None) -> bool:
-    return head is not None and head.epoch == mark.epoch and head.seq < mark.seq
 
 
 class StreamWriter(Stager, DataSourceStreamArrowWriter):
