@@ -220,7 +220,7 @@ def test_a_stream_that_nobody_reads_any_more_is_closed(script: Callable[..., Scr
 def test_a_brake_on_one_who_repeats_without_an_end_is_no_warning(
     script: Callable[..., Script], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only what a producer might wait for in vain is told."""
+    """Only what a producer may wait for without an end is told."""
     body = b'{"error":{"code":"throttled","message":"later","detail":{"retry_after_ms":1}}}'
     brake = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     service = script(brake, brake, OK)

@@ -403,7 +403,7 @@ class Producer(_Production):
         with suppress(Exception) if error is not None else nullcontext():
             self.close()
         if error is not None:
-            error.__traceback__ = trace  # `close` raises the producer's failure anew, which may be this one
+            error.__traceback__ = trace  # `close` raises the producer's failure again, which may be this one
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
         batch.settled.result(timeout_s)
