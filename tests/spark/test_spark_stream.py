@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tests.harness import Service, poll
+from tests.spark.test_segment_scan import schema_of
 from topics.client import Client, Retry
 from topics.spark.jobs.program import run_to_end
-from topics.spark.options import plainly
+from topics.spark.options import plainly, read_options
+from topics.spark.spark_stream import StreamReader
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -90,6 +93,19 @@ def test_a_stream_starts_at_the_head_unless_told_otherwise(stream: Stream, topic
     assert stream.run(subscribe=topic, startingOffsets="latest") == []
     topics.append(topic, range(2))
     assert stream.run(subscribe=topic, startingOffsets="latest") == [6, 7]
+
+
+def test_what_comes_while_a_query_begins_at_the_head_is_no_loss(service: Service, topics: Client, topic: str) -> None:
+    """Spark asks where a pass ends before it asks where a query without a checkpoint begins."""
+    topics.append(topic, [1])
+    options = read_options({"url": service.url, "subscribe": topic})
+    reader = StreamReader(schema_of(options), options)
+    reader.prepareForTriggerAvailableNow()
+    topics.append(topic, [2])
+    begin = reader.initialOffset()
+    assert begin[topic]["seq"] == 2
+    assert reader.latestOffset(begin, ReadAllAvailable()) == begin
+    reader.stop()
 
 
 def test_topics_that_come_to_match_a_pattern_are_read_from_their_start(

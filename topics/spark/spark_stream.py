@@ -116,7 +116,10 @@ def _up_to(heads: Offset, target: Offset, begin: Offset) -> Offset:
     for topic, head in heads.items():
         goal = target.get(topic)
         if goal is not None and goal.epoch == head.epoch:
-            bounded[topic] = Mark(min(head.seq, goal.seq), head.epoch)
+            mark = begin.get(topic)
+            # A query without a checkpoint may begin at a later head than that which Spark had asked for before.
+            begun_seq = mark.seq if mark is not None and mark.epoch == head.epoch else 0
+            bounded[topic] = Mark(min(head.seq, max(goal.seq, begun_seq)), head.epoch)
         elif topic in begin:
             bounded[topic] = begin[topic]
     return bounded
