@@ -14,6 +14,7 @@ import random
 import secrets
 import shutil
 import tempfile
+from base64 import urlsafe_b64encode
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -867,7 +868,7 @@ def small_world() -> Iterator[None]:
             (os, "posix_fallocate", _grow),
             (os, "urandom", _random_bytes),
             (secrets, "token_hex", lambda count: _random_bytes(count).hex()),
-            (secrets, "token_urlsafe", lambda count: _random_bytes(count).hex()),
+            (secrets, "token_urlsafe", lambda count: urlsafe_b64encode(_random_bytes(count)).rstrip(b"=").decode()),
             (secrets, "randbits", CHANCE.getrandbits),
             (os.path, "join", lru_cache(1 << 14)(os.path.join)),  # two thousand a schedule, of the same few names
         ):

@@ -234,6 +234,8 @@ class SmallFileSystem(FaultyFileSystem):
         return fd
 
     def free_bytes(self, path: str) -> int:
+        if path and not path.startswith(self.directory):
+            return super().free_bytes(path)
         used = sum(file.stat().st_blocks * 512 for file in Path(self.directory).rglob("*") if file.is_file())
         return max(0, self.room_bytes - used)
 
