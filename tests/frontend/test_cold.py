@@ -20,7 +20,7 @@ from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, PREFETCH_MAX,
 DEADLINE_S = 60.0
 NAME = "0000000000000007/seg-00000000000000000001.data"
 BYTES = bytes(range(256)) * (4 * BLOCK_BYTES // 256) + b"the end"
-LONG = bytes(range(256)) * (4 * RUN_BYTES // 256) + b"the end"
+LONG = bytes(range(256)) * (6 * RUN_BYTES // 256) + b"the end"
 
 
 class Gated:
@@ -265,28 +265,28 @@ def test_the_next_runs_of_a_sequential_reader_are_on_their_way_before_they_are_n
         store = Gated()
         store.content = LONG
         tier = ColdTier(store, SystemClock(), 5000)
-        following = ("another", 10)
+        following = ("another", 10), ("third", 10)
 
         async def page(start: int, end: int) -> None:
             await tier.fetch(ColdMissError(NAME, start, end, len(LONG)))
             tier.extent(NAME, start, end, len(LONG), following)
 
-        await page(3 * RUN_BYTES, 3 * RUN_BYTES + 10)
+        await page(5 * RUN_BYTES, 5 * RUN_BYTES + 10)
         await page(0, 10)
         assert [length for _, _, length in store.calls] == [BLOCK_BYTES] * 2, "a page here and there is no sequence"
         await page(10, 20)
-        await until(lambda: len(store.calls) == 5)
-        ahead = [(BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES), (RUN_BYTES, RUN_BYTES), (2 * RUN_BYTES, RUN_BYTES)]
+        await until(lambda: len(store.calls) == 2 + PREFETCH_MAX)
+        ahead = [(BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES), *((number * RUN_BYTES, RUN_BYTES) for number in (1, 2, 3))]
         assert sorted(store.calls[2:]) == [(NAME, *part) for part in ahead]
         await page(20, RUN_BYTES + BLOCK_BYTES + 10)
-        await until(lambda: len(store.calls) == 6)
-        left = 3 * RUN_BYTES + BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES
-        assert store.calls[-1] == (NAME, *left), "the block that is there is not read again"
-        await page(RUN_BYTES + 10, 3 * RUN_BYTES)
-        await until(lambda: store.calls[-1][0] == "another")
-        assert sorted(store.calls[6:]) == [(NAME, 4 * RUN_BYTES, 7), ("another", 0, 10)], "the next object is behind it"
-        await page(3 * RUN_BYTES, len(LONG))
-        assert len(store.calls) == 8
+        await until(lambda: len(store.calls) == 8)
+        left = 5 * RUN_BYTES + BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES
+        assert sorted(store.calls[6:]) == [(NAME, 4 * RUN_BYTES, RUN_BYTES), (NAME, *left)], "no block is read again"
+        await page(RUN_BYTES + 10, 4 * RUN_BYTES)
+        await page(4 * RUN_BYTES, len(LONG))
+        await until(lambda: len(store.calls) == 11)
+        behind = [(NAME, 6 * RUN_BYTES, 7), ("another", 0, 10), ("third", 0, 10)]
+        assert sorted(store.calls[8:]) == behind, "further objects are behind it"
 
     on_loop(test)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -27,7 +27,7 @@ from topics.storage.segment_store import SegmentSource
 BLOCK_BYTES: Final = 1 << 16
 RUN_BYTES: Final = 1 << 20
 """A sequential reader fetches so much at once, and is ahead by `AHEAD_RUNS` of them."""
-AHEAD_RUNS: Final = 2
+AHEAD_RUNS: Final = 4
 CACHE_BYTES: Final = 32 << 20
 """Size of the cache of fetched blocks. It is no less than the longest page needs at once."""
 IN_FLIGHT_MAX: Final = 8
@@ -90,12 +90,12 @@ class ColdTier:
         self._in_flight = 0
 
     def extent(
-        self, name: str, start: int, end: int, data_bytes: int, following: tuple[str, int] | None = None
+        self, name: str, start: int, end: int, data_bytes: int, following: Iterable[tuple[str, int]] = ()
     ) -> tuple[bytes, int]:
         """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError.
 
         Who begins within what was read last, or at its end, is taken for a sequential reader: the next runs are fetched
-        in advance, behind the last one those of the object that is `following` (its name and size).
+        in advance, behind the last one those of the objects that are `following` (their names and sizes).
         """
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
@@ -166,16 +166,18 @@ class ColdTier:
             end += 1
         return end
 
-    def _read_ahead(self, name: str, number: int, data_bytes: int, following: tuple[str, int] | None) -> None:
+    def _read_ahead(self, name: str, number: int, data_bytes: int, following: Iterable[tuple[str, int]]) -> None:
         """Fetch what a sequential reader will want from block `number` on, unless others wait. Failed, it will ask."""
         left = AHEAD_RUNS * (RUN_BYTES // BLOCK_BYTES)
         if self._blocks_max < IN_FLIGHT_MAX * left // AHEAD_RUNS:
             return  # a small cache would lose what its readers are about to read
+        behind = iter(following)
         while left > 0:
             if number * BLOCK_BYTES >= data_bytes:
-                if following is None:
+                found = next(behind, None)
+                if found is None:
                     return
-                (name, data_bytes), number, following = following, 0, None
+                (name, data_bytes), number = found, 0
                 self._last.setdefault(name, (-1, 0))
             elif (name, number) in self._blocks or (name, number) in self._reads:
                 number, left = number + 1, left - 1

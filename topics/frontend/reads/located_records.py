@@ -178,8 +178,8 @@ class LocatedRecords:
                     why = "is in the cold tier, and this service has none: set its former TOPICS_COLD_DIR or _URL"
                     message, detail = f"segment {opened.name} {why}", {"segment": opened.name}
                     raise TopicsError("storage_unavailable", message, detail)
-                following = self._next_cold(info)
-                buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes, following)
+                behind = self._cold_behind(info)
+                buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes, behind)
                 self.cold_segments.add(info.first_seq)
             else:
                 buffer = data[base:end]
@@ -193,13 +193,13 @@ class LocatedRecords:
                 columns = columns._replace(flags=flags)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
 
-    def _next_cold(self, info: SegmentInfo) -> tuple[str, int] | None:
-        """Return name and size of the object behind a segment's, if it is in the cold tier, too."""
+    def _cold_behind(self, info: SegmentInfo) -> Iterator[tuple[str, int]]:
+        """Return names and sizes of the objects behind a segment's, up to the first segment that is not cold."""
         table = self._segments()
-        at = bisect_right(table, info.last_seq, key=_first_seq)
-        if at == len(table) or not table[at].flags & COLD:
-            return None
-        return object_name(self._view.topic_id, table[at]), table[at].data_bytes
+        for number in range(bisect_right(table, info.last_seq, key=_first_seq), len(table)):
+            if not table[number].flags & COLD:
+                return
+            yield object_name(self._view.topic_id, table[number]), table[number].data_bytes
 
     # -- in the log
 
