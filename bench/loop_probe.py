@@ -21,12 +21,21 @@ from typing import Any, Final
 import uvloop
 
 from topics.walshard.shard import Shard
+from topics.walshard.upkeep import Upkeep
 
 TICK_S: Final = 0.001
 NOTED_US: Final = 3_000
 LOOK_S: Final = 0.002
 FRAMES_SHOWN: Final = 3
-SHARD_STEPS: Final = ("serve", "copy", "sync_in_background", "sweep", "use_idle_turn")
+Steps = tuple[tuple[type, Callable[..., Any]], ...]
+SHARD_STEPS: Final[Steps] = (
+    (Shard, Shard.serve),
+    (Shard, Shard.copy),
+    (Shard, Shard.sync_in_background),
+    (Shard, Shard.sweep),
+    (Upkeep, Upkeep.idle),
+)
+"""What a shard's main loop calls, each with its class. Methods, not names: whoever renames one is told."""
 
 
 class Holds:
@@ -105,7 +114,7 @@ def place(frame: FrameType | None) -> str:
     return " > ".join(reversed(found))
 
 
-def watch_shards(directory: str) -> None:
+def watch_shards(directory: str, steps: Steps = SHARD_STEPS) -> None:
     """Have the steps of each shard timed that runs in this process or in those that it forks."""
     holds: list[Holds] = []
 
@@ -122,8 +131,8 @@ def watch_shards(directory: str) -> None:
 
         return run
 
-    for name in SHARD_STEPS:
-        setattr(Shard, name, timed(getattr(Shard, name)))
+    for owner, step in steps:
+        setattr(owner, step.__name__, timed(step))
 
 
 def install(directory: str) -> None:

@@ -6,10 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
-import pytest
 import uvloop
 
-from bench import loop_probe
 from bench.loop_holds import Held, Hold, Row, table
 from bench.loop_probe import Probe, watch_shards
 
@@ -46,7 +44,7 @@ def test_a_probe_notes_a_hold_and_where_the_loop_was(tmp_path: Path) -> None:
     assert "test_bench_loop_holds.burn:" in longest.where
 
 
-def test_a_step_of_a_shard_is_noted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_shard_is_noted_too(tmp_path: Path) -> None:
     class Shard:
         def serve(self) -> bool:
             burn()
@@ -55,9 +53,7 @@ def test_a_step_of_a_shard_is_noted_too(tmp_path: Path, monkeypatch: pytest.Monk
         def copy(self) -> bool:
             return True
 
-    monkeypatch.setattr(loop_probe, "Shard", Shard)
-    monkeypatch.setattr(loop_probe, "SHARD_STEPS", ("serve", "copy"))
-    watch_shards(str(tmp_path))
+    watch_shards(str(tmp_path), ((Shard, Shard.serve), (Shard, Shard.copy)))
     shard = Shard()
     assert shard.serve()
     assert shard.copy()

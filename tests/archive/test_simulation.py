@@ -1066,6 +1066,36 @@ def test_a_record_is_found_behind_a_snapshot_that_ends_in_a_frame_of_two_pieces(
     assert _first_with(keeping, 26) == (base, last)
 
 
+def test_a_base_reads_no_piece_that_its_shipper_has_put(keeping: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read whole pieces, one after another, while no other piece was shipped."""
+    shipper = keeping.leader.shipper()
+    shipper.begin()
+    shipper.base()
+    monkeypatch.setattr(shipping, "PIECE_BYTES", 1000)
+    for seq in range(8):
+        keeping.append("a", 20, "disk")
+        if seq == 4:
+            keeping.cut()
+        shipper.ship()
+    read: list[int] = []
+    known = Archive.piece
+
+    def piece(archive: Archive, generation: int, number: int) -> tuple[Piece, memoryview]:
+        read.append(number)
+        return known(archive, generation, number)
+
+    monkeypatch.setattr(Archive, "piece", piece)
+    base = shipper.base().piece
+    assert read == []
+    first_piece = keeping.archive.base(1, base)[0].first_piece
+    assert first_piece > 2
+    other = keeping.leader.shipper()
+    other.begin()
+    keeping.append("a", 1, "disk")
+    assert keeping.archive.base(1, other.base().piece)[0].first_piece == first_piece
+    assert read, "another shipper finds the same by reading"
+
+
 def test_a_hole_that_comes_while_the_files_of_a_base_are_copied_needs_that_base(service: Archiving) -> None:
     """A backup that was killed before it had put the base left a moment that nobody could restore, as the last one."""
     service.append("a", 3, "disk")

@@ -24,6 +24,7 @@ from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.storage.archive_objects import (
     Archive,
+    ArchiveDamagedError,
     Base,
     FileRef,
     Generation,
@@ -46,6 +47,8 @@ from topics.storage.snapshot import load_snapshot
 PIECE_BYTES: Final = 4 << 20
 """The most bytes of logs in a piece. Files of transactions come on top."""
 BASE_TRIES: Final = 20
+PIECE_ENDS_MAX: Final = 4096
+"""A shipper remembers where so many of its pieces end. Others it reads again."""
 
 log = get_logger()
 
@@ -103,6 +106,8 @@ class Shipper:
         self._number = 0
         self._ends: list[LogEnd] = []
         """The ends of the logs as they were shipped, by shard; none before the first piece."""
+        self._piece_ends: dict[int, list[LogEnd]] = {}
+        """The ends of the logs by pieces that this shipper put, those that the last base needs."""
         self._txn: dict[str, TxnFile] = {}
         self._taken_ms = 0
         self._has_part = True
@@ -199,6 +204,10 @@ class Shipper:
         self._ship(logs, txn, self._ends, needs_base=needs_base)
         if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
+        if not self._archive.has_piece(self._generation.number, self._number):
+            # This shipper stood still while another service took over and pruned what it had put.
+            name = piece_name(self._generation.number, self._number)
+            raise ArchiveDamagedError(f"{self._store.place(name)}: is missing")
         first_piece = min(self._piece_of(start) for start in files.starts)
         refs = list(files.refs.values())
         base = Base(self._number, self._taken_ms, first_piece, files.starts, refs, len(files.body))
@@ -209,6 +218,7 @@ class Shipper:
                 f"{self._store.place('')}: somebody else put a piece while base {base.number} was made"
             )
         self.last_base, self._files, self._has_part = base, files.refs, False
+        self._piece_ends = {number: ends for number, ends in self._piece_ends.items() if number >= first_piece}
         return self._shipped()
 
     # -- the end of the archive
@@ -235,7 +245,7 @@ class Shipper:
 
     def _forget(self) -> None:
         self._generation, self.last_base = None, None
-        self._files, self._ends, self._txn = {}, [], {}
+        self._files, self._ends, self._txn, self._piece_ends = {}, [], {}, {}
         self._number = self._taken_ms = 0
         self._has_part = True
 
@@ -331,6 +341,9 @@ class Shipper:
         )
         self._create(piece_name(self._generation.number, number), encode(piece, payload))
         self._number, self._ends, self._has_part = number, draft.ends, not is_moment
+        self._piece_ends[number] = draft.ends
+        if len(self._piece_ends) > PIECE_ENDS_MAX:
+            del self._piece_ends[next(iter(self._piece_ends))]
 
     def _txn_files(self, number: int, at: int, txn: dict[str, bytes]) -> dict[str, TxnFile]:
         """Return where the bytes of each file are: in this piece, or in an earlier one since the last base."""
@@ -373,8 +386,10 @@ class Shipper:
         low, high = 0 if self.last_base is None else self.last_base.first_piece - 1, self._number
         while high - low > 1:
             middle = (low + high) // 2
-            piece, _ = self._archive.piece(self._generation.number, middle)
-            is_behind = any(end.shard == start.shard and end.position > start.position for end in piece.ends)
+            ends = self._piece_ends.get(middle)
+            if ends is None:
+                ends = self._archive.piece(self._generation.number, middle)[0].ends
+            is_behind = any(end.shard == start.shard and end.position > start.position for end in ends)
             low, high = (low, middle) if is_behind else (middle, high)
         return high
 

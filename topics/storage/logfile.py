@@ -29,7 +29,7 @@ from typing import Final, Literal
 import msgspec
 
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, new_file, opened, read_all, replace_file
+from topics.storage.filesystem import FileSystem, new_file, opened, read_all, read_up_to, replace_file
 from topics.storage.frame import CHECKSUM_LEN, HEADER_LEN, Bytes, Defect, FrameType, encode, scan
 
 LOG_VERSION: Final = 2
@@ -37,6 +37,7 @@ Preallocate = Literal["zero", "none"]
 
 _ZEROS: Final = bytes(1 << 20)
 _FILE_START_MAX_BYTES: Final = 4096
+_LOOK_BYTES: Final = 1 << 18
 
 
 class WalIdentity(msgspec.Struct, frozen=True):
@@ -125,6 +126,24 @@ def sync_mark_frame(file_no: int, synced_offset: int) -> bytes:
 
 
 FILE_END_LEN: Final = len(file_end_frame(0, 0))
+
+
+def find_file_end(fs: FileSystem, fd: int, file_no: int) -> int | None:
+    """Return where the FILE_END of a file ends, None if there is none: it is the last thing before what was never
+    written.
+    """
+    size_bytes = fs.size_bytes(fd)
+    at, written = size_bytes, b""
+    while at and not written:
+        step = min(_LOOK_BYTES, at)
+        at -= step
+        written = read_up_to(fs, fd, step, at).rstrip(b"\0")
+    written_end = at + len(written)
+    for end in range(written_end, min(written_end + CHECKSUM_LEN, size_bytes) + 1):  # a checksum may end with zeros
+        offset = end - FILE_END_LEN
+        if offset >= 0 and read_up_to(fs, fd, FILE_END_LEN, offset) == file_end_frame(file_no, offset):
+            return end
+    return None
 
 
 def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:

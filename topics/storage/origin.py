@@ -18,13 +18,13 @@ from topics.storage import layout
 from topics.storage.archive_objects import LogEnd, LogStart, Piece, PieceDraft, TxnFile, encode
 from topics.storage.borrowed import open_cold
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, opened, read_all, read_up_to
-from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
+from topics.storage.frame import CHECKSUM_LEN
 from topics.storage.logfile import (
-    FILE_END_LEN,
     FileStart,
     NotALogFile,
     WalIdentity,
     WalPosition,
+    find_file_end,
     read_file_start,
     read_first_start,
 )
@@ -219,8 +219,7 @@ class Origin:
         file_no, offset = start.file_no, start.offset
         try:
             while file_no < log.end.file_no:
-                end = self._end_of_file(log, file_no, offset)
-                yield from self._bytes(log, file_no, offset, end, most)
+                yield from self._bytes(log, file_no, offset, self._end_of_file(log, file_no), most)
                 file_no, offset = file_no + 1, 0
             yield from self._bytes(log, file_no, offset, log.end.offset, most)
         except FileNotFoundError as error:
@@ -234,23 +233,17 @@ class Origin:
         except FileNotFoundError:
             return None
 
-    def _end_of_file(self, log: LogPlace, file_no: int, offset: int) -> int:
+    def _end_of_file(self, log: LogPlace, file_no: int) -> int:
         """Return where the frames of a finished file end: behind its FILE_END, or where the next file goes on."""
         following, _ = self._file_start(layout.log_path(log.directory, file_no + 1))
         if following.previous_end is not None:
-            return max(offset, following.previous_end)
+            return following.previous_end
         path = layout.log_path(log.directory, file_no)
-        content = read_all(self.fs, path)
-        while True:
-            found = scan(content, offset, len(content))
-            for frame_at, total_len, type_, *_ in found.frames:
-                if type_ == FrameType.FILE_END:
-                    return frame_at + total_len
-            if not found.frames and _is_behind_end(content, offset):
-                return offset
-            if not found.frames:
-                raise OSError(errno.EIO, f"has no frame at offset {offset}: {found.defect}", path)
-            offset = found.end
+        with opened(self.fs, path, os.O_RDONLY) as fd:
+            end = find_file_end(self.fs, fd, file_no)
+        if end is None:
+            raise OSError(errno.EIO, f"has no FILE_END, and the log goes on in file {file_no + 1}", path)
+        return end
 
     def _file_start(self, path: str) -> tuple[FileStart, int]:
         try:
@@ -267,12 +260,6 @@ class Origin:
                     raise OriginGoneError(f"{path}: ends at {offset}, {end} bytes of it were committed")
                 yield file_no, offset, found
                 offset += len(found)
-
-
-def _is_behind_end(content: bytes, offset: int) -> bool:
-    """Return whether a FILE_END is right before this place: the last piece had all of the file."""
-    found = scan(content, max(0, offset - FILE_END_LEN), offset)
-    return [frame[2] for frame in found.frames] == [FrameType.FILE_END]
 
 
 class SegmentFile(NamedTuple):
