@@ -35,7 +35,7 @@ SHARD_STEPS: Final[Steps] = (
     (Shard, Shard.sweep),
     (Upkeep, Upkeep.idle),
 )
-"""What a shard's main loop calls, each with its class. Methods, not names: whoever renames one is told."""
+"""The main loop of a shard calls these, each of which is here with its class."""
 
 
 class Holds:
