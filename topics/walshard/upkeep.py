@@ -32,10 +32,10 @@ class Upkeep:
     @property
     def busy(self) -> bool:
         """Return whether there is more to do at once."""
-        return self._log_trim.busy or self._deletes.is_sweeping or self._ram_trim.due
+        return self._log_trim.busy or self._deletes.is_sweeping or self._ram_trim.due or self._syncs.has_more
 
     def sync(self) -> list[Hosted]:
-        """Start and end background syncs; return the topics that became durable by them."""
+        """Start and end background syncs; return topics that became durable by them, not too many at once."""
         moved = self._syncs.poll(self._clock.monotonic_ms())
         self._log_trim.poll()
         return moved

@@ -59,8 +59,7 @@ class Commits:
         for hosted in draft.made.values():
             self._catalog.host(hosted)
         durable = {id: hosted for id, hosted in draft.touched.items() if hosted.topic.config.durability != "ephemeral"}
-        for moved in self._syncs.committed(durable):
-            draft.touch(moved)
+        self._syncs.committed(durable)
 
     def close(self) -> None:
         """End the logs: everything is on the disk, and a mark says so."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from topics.core.clock import Clock
@@ -37,6 +38,8 @@ SYNC_INTERVAL_MS: Final = 1_000
 UNSYNCED_BYTES: Final = 8 * 1024 * 1024
 UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
 """With so many un-synced bytes the shard waits for the disk: the tail that a power loss takes stays bounded."""
+MOVED_MAX: Final = 256
+"""So many topics are shown at once, in about 3 ms: requests wait meanwhile."""
 _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
 """Counters of a writer, which go on in the cell over the lives of the shard."""
 
@@ -243,8 +246,8 @@ class Logs:
 
 
 class BackgroundSync:
-    """Syncs, in a helper thread, what nobody waits for. It owns the topics whose records are not on the disk yet.
-    `archive` hears of the same topics; None: there is no archive.
+    """Syncs, in a helper thread, what nobody waits for. It owns the topics whose records are not on the disk yet, and
+    those that are to be shown because they are. `archive` hears of the same topics; None: there is no archive.
     """
 
     def __init__(self, logs: Logs, helper: Executor, wake: Wake, now_ms: int, archive: ArchiveWait | None) -> None:
@@ -254,40 +257,52 @@ class BackgroundSync:
         self._wake = wake
         self._unsynced: dict[int, Hosted] = {}
         self._covered: list[tuple[Hosted, int]] = []
+        self._due: dict[int, tuple[Hosted, int]] = {}
+        """Topics that `poll` is to return, by their ids, each with the seq up to which it is on the disk."""
         self._running: tuple[Future[WalPosition], int] | None = None
         self._last_ms = now_ms
         self._looked = (now_ms, self._logs.wal.synced)
         """Monotonic ms of the last look whether the log is idle, and the position up to which it was synced then."""
 
-    def committed(self, touched: dict[int, Hosted]) -> list[Hosted]:
-        """Note topics of a group in the durable log. Return those whose durable_seq moved, of the group and others."""
+    @property
+    def has_more(self) -> bool:
+        """Return whether `poll` has left topics for its next call."""
+        return bool(self._due)
+
+    def committed(self, touched: dict[int, Hosted]) -> None:
+        """Note topics of a group in the durable log. They are about to be shown."""
         self._unsynced.update(touched)
         if self._archive is not None:
             self._archive.committed(touched.values(), self._logs.end_word)
-        if self._logs.wal.unsynced_bytes:
-            return []
-        moved = [hosted for hosted in self._unsynced.values() if _settle(hosted, hosted.topic.head_seq)]
-        self._unsynced.clear()
-        return moved
+        if not self._logs.wal.unsynced_bytes:
+            for id, hosted in self._unsynced.items():
+                if id in touched:
+                    _settle(hosted, hosted.topic.head_seq)
+                else:
+                    self._note(hosted, hosted.topic.head_seq)
+            self._unsynced.clear()
 
     def forget(self, hosted: Hosted) -> None:
         """Forget a deleted topic."""
         self._unsynced.pop(hosted.topic.id, None)
+        self._due.pop(hosted.topic.id, None)
         if self._archive is not None:
             self._archive.forget(hosted)
         self._covered = [(other, head_seq) for other, head_seq in self._covered if other is not hosted]
 
     def poll(self, now_ms: int) -> list[Hosted]:
-        """Start and end syncs as they are due. Return topics whose durable_seq or archived_seq moved. `now_ms` is
-        monotonic.
+        """Start and end syncs as they are due. Return at most MOVED_MAX topics whose durable_seq or archived_seq moved.
+        `now_ms` is monotonic.
         """
-        moved = self._ended() if self._running is not None else []
+        if self._running is not None:
+            self._end()
         if self._archive is not None:
-            moved += self._archive.poll()
+            for hosted in self._archive.poll():
+                self._note(hosted, hosted.topic.durable_seq)
         unsynced_bytes = self._logs.wal.unsynced_bytes
         if not unsynced_bytes and self._unsynced:
             # A mark, the creation of a topic, or the end of a checkpoint has synced them.
-            moved += self.committed({})
+            self.committed({})
         if now_ms - self._looked[0] >= SYNC_INTERVAL_MS:
             self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= SYNC_INTERVAL_MS)
@@ -296,8 +311,18 @@ class BackgroundSync:
             self._start(now_ms)
         if self._running is not None and unsynced_bytes >= UNSYNCED_BYTES_MAX:
             self._running[0].exception()  # waits
-            moved += self._ended()
-        return moved
+            self._end()
+        if not self._due:
+            return []
+        found = list(islice(self._due.values(), MOVED_MAX))
+        for hosted, synced_seq in found:
+            del self._due[hosted.topic.id]
+            _settle(hosted, synced_seq)
+        return [hosted for hosted, _ in found]
+
+    def _note(self, hosted: Hosted, synced_seq: int) -> None:
+        _, known_seq = self._due.get(hosted.topic.id, (hosted, 0))
+        self._due[hosted.topic.id] = hosted, max(synced_seq, known_seq)
 
     def _mark_idle(self, now_ms: int) -> None:
         """Mark what is synced once nothing was written for a while, so that it counts after a power loss."""
@@ -314,11 +339,12 @@ class BackgroundSync:
         future.add_done_callback(lambda _future: self._wake.signal_always())
         self._running = (future, self._logs.wal.file_no)
 
-    def _ended(self) -> list[Hosted]:
+    def _end(self) -> None:
+        """End the sync that runs, if it is done."""
         assert self._running is not None
         future, file_no = self._running
         if not future.done():
-            return []
+            return
         self._running = None
         covered, self._covered = self._covered, []
         error = future.exception()
@@ -327,16 +353,15 @@ class BackgroundSync:
                 raise error
             self._unsynced.update({hosted.topic.id: hosted for hosted, _ in covered})
             self._logs.sync_failed(file_no, error)
-            return []
+            return
         self._logs.wal.note_synced(future.result())
         self._logs.count()
-        return [hosted for hosted, head_seq in covered if _settle(hosted, head_seq)]
+        for hosted, head_seq in covered:
+            self._note(hosted, head_seq)
 
 
-def _settle(hosted: Hosted, synced_seq: int) -> bool:
-    """Move durable_seq to `synced_seq`; True if it moved. `ephemeral` topics were synced when their class changed."""
+def _settle(hosted: Hosted, synced_seq: int) -> None:
+    """Move durable_seq to `synced_seq`, never back. `ephemeral` topics were synced when their class changed."""
     topic = hosted.topic
-    if topic.config.durability == "ephemeral" or synced_seq <= topic.durable_seq:
-        return False
-    topic.durable_seq = synced_seq
-    return True
+    if topic.config.durability != "ephemeral":
+        topic.durable_seq = max(topic.durable_seq, synced_seq)
