@@ -190,7 +190,8 @@ class FollowerShard(Shard):
 
     def tick(self) -> None: ...
 
-    def sync_in_background(self) -> None: ...
+    def sync_in_background(self) -> bool:
+        return False
 
     def sweep(self) -> None:
         self._time.look()

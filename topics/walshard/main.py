@@ -114,7 +114,7 @@ def _serve(
         served = pressure.group(shard.serve)
         copied = pressure.aside(shard.copy)
         now_ms = clock.monotonic_ms()
-        shard.sync_in_background()
+        shows_more = shard.sync_in_background()
         pressure.sample()
         if now_ms - beat_ms >= HEARTBEAT_MS:
             beat_ms = now_ms
@@ -124,7 +124,7 @@ def _serve(
             shard.sweep()
             if is_outdated():
                 return
-        if served or copied or shard.upkeep.busy:
+        if served or copied or shows_more or shard.upkeep.busy:
             busy_ms = now_ms
             continue
         if rings.stuck:

@@ -23,6 +23,7 @@ from topics.shm.control import ProcessCell
 from topics.shm.messages import MessageKind
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, CommitFirst, Draft, GroupHandler, RingRequest, Steps, T
+from topics.walshard.commit.logs import MOVED_MAX
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.frontends import Frontends
 from topics.walshard.handlers.named_cursors import NamedCursors
@@ -260,12 +261,13 @@ class Shard:
         """Monotonic ms at which `serve` will have something to do though nobody asks; None: never."""
         return self.handlers.queues.next_tick_ms
 
-    def sync_in_background(self) -> None:
-        """Sync what nobody waits for, and show what became durable by it."""
+    def sync_in_background(self) -> bool:
+        """Sync what nobody waits for, and show what became durable by it. True if there may be more to show."""
         durable = self.upkeep.sync()
         self._publish(durable)
         self._notify(durable)
         self._rings.flush()
+        return len(durable) == MOVED_MAX
 
     def sweep(self) -> None:
         """Do once a second what no request brings about."""

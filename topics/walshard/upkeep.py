@@ -32,10 +32,10 @@ class Upkeep:
     @property
     def busy(self) -> bool:
         """Return whether there is more to do at once."""
-        return self._log_trim.busy or self._deletes.is_sweeping or self._ram_trim.due or self._syncs.has_more
+        return self._log_trim.busy or self._deletes.is_sweeping or self._ram_trim.due
 
     def sync(self) -> list[Hosted]:
-        """Start and end background syncs; return topics that became durable by them, not too many at once."""
+        """Start and end background syncs; return topics that became durable by them, at most MOVED_MAX."""
         moved = self._syncs.poll(self._clock.monotonic_ms())
         self._log_trim.poll()
         return moved

@@ -264,11 +264,6 @@ class BackgroundSync:
         self._looked = (now_ms, self._logs.wal.synced)
         """Monotonic ms of the last look whether the log is idle, and the position up to which it was synced then."""
 
-    @property
-    def has_more(self) -> bool:
-        """Return whether `poll` has left topics for its next call."""
-        return bool(self._due)
-
     def committed(self, touched: dict[int, Hosted]) -> None:
         """Note topics of a group in the durable log. They are about to be shown."""
         self._unsynced.update(touched)
