@@ -60,8 +60,8 @@ HEARTBEAT_STALE_MS: Final = 5_000
 """A ready process without a heartbeat for longer than this hangs."""
 
 LATENCY_BUCKETS: Final = 24
-SETTLE_TRIES_MAX: Final = 200
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
+SETTLE_TRIES_MAX: Final = 200
 
 
 def _fields(words: str) -> tuple[str, ...]:

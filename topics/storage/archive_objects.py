@@ -10,8 +10,8 @@ in other languages.
     loans/<8 digits>-…-<id>.over       that loan counts for nothing, whenever its put arrives
     drafts/<16 hex>.tmp                an object that is being made, in the folder of an archive that is one
 
-Every object is created once and never written over. So two services that ship into one generation
-cannot both succeed: the second one finds the number of its piece taken.
+Every object is created once and never written over. So two services that ship into one generation cannot both succeed:
+the second one finds the number of its piece taken.
 
 A generation, a piece, a base and a removal are laid out as
 
