@@ -52,7 +52,14 @@ from xxhash import xxh3_64_intdigest
 from topics.core.floors import EvictReason
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_META, LOCATION_HAS_NODE, LOCATION_HAS_TAG, Bytes
+from topics.storage.frame import (
+    LENGTH_FIELD_LEN,
+    LOCATION_FLAGS,
+    LOCATION_HAS_META,
+    LOCATION_HAS_NODE,
+    LOCATION_HAS_TAG,
+    Bytes,
+)
 
 assert sys.byteorder == "little", "columns are read and written without a conversion"
 
@@ -72,7 +79,6 @@ CHECKED_RECORDS: Final = 1024
 CHECKED_BYTES: Final = 4 * 2**20
 """Bytes, and records, that `check_whole` reads at once: a segment may have 2 GiB."""
 
-_LENGTH_FIELD_LEN: Final = 4
 _REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
 KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 
@@ -346,7 +352,7 @@ def check_frames(
         raise CorruptSegment(path, base + starts[shortest], f"seq {seqs[shortest]} has a frame of {min(lengths)} bytes")
     checksums_at = [start + length - TAIL_LEN for start, length in zip(starts, lengths, strict=True)]
     bodies = [
-        buffer[start + _LENGTH_FIELD_LEN : checksum_at] for start, checksum_at in zip(starts, checksums_at, strict=True)
+        buffer[start + LENGTH_FIELD_LEN : checksum_at] for start, checksum_at in zip(starts, checksums_at, strict=True)
     ]
     digests = array("Q", map(xxh3_64_intdigest, bodies)).tobytes()
     stored = bytearray().join([buffer[at : at + TAIL_LEN] for at in checksums_at])
