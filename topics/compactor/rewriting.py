@@ -33,10 +33,9 @@ from topics.storage.filesystem import FileSystem, opened, write_all
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings, Postings, write_postings
-from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_whole
+from topics.storage.segment import ENTRY_LEN, ENTRY_U32, CommittedFile, Content, CorruptSegment, check_whole
 from topics.storage.segment_store import SegmentSource
 
-_ENTRY_U32: Final = ENTRY_LEN // 4
 PIECE_BYTES: Final = 4 * 2**20
 BYTES_PER_S: Final = 32 * 2**20
 """The rate of bytes read or written by rewriting: a fraction of what a disk does for clients."""
@@ -74,15 +73,15 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     starts = array("I", accumulate(new_lengths, initial=0))
     data_bytes = starts.pop()
     # A record without a frame has as its offset 0 if it was deleted, else the reason of its loss.
-    words[0::_ENTRY_U32] = array(
+    words[0::ENTRY_U32] = array(
         "I",
         [
             start if length else 0 if dead else offset
             for start, length, dead, offset in zip(starts, new_lengths, deleted, offsets, strict=True)
         ],
     )
-    words[1::_ENTRY_U32] = new_lengths
-    words[4::_ENTRY_U32] = array(
+    words[1::ENTRY_U32] = new_lengths
+    words[4::ENTRY_U32] = array(
         "I", [LOCATION_DELETED if dead else flag for dead, flag in zip(deleted, flags, strict=True)]
     )
     tagged = [(seq, tag) for tag, seqs in postings for seq in seqs if not deleted[seq - info.first_seq]]
@@ -130,7 +129,7 @@ def _idx(directory: str, info: SegmentInfo) -> CommittedFile:
 def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int], array[int], array[int]]:
     """Read an index. Return it as u32 words, and its columns offsets, lengths and flags."""
     words = array("I", _idx(directory, info)[:])
-    return words, words[0::_ENTRY_U32], words[1::_ENTRY_U32], words[4::_ENTRY_U32]
+    return words, words[0::ENTRY_U32], words[1::ENTRY_U32], words[4::ENTRY_U32]
 
 
 def _live_pieces(offsets: array[int], lengths: array[int], flags: array[int]) -> list[tuple[int, int]]:

@@ -70,6 +70,7 @@ TAIL: Final = Struct("<QB")
 TAIL_LEN: Final = TAIL.size
 ENTRY: Final = Struct("<IIQB3x")
 ENTRY_LEN: Final = ENTRY.size
+ENTRY_U32: Final = ENTRY_LEN // 4
 ENTRY_FLAGS_AT: Final = 16
 DELETED: Final = 0xD5
 LOG_FRAME_EXTRA_LEN: Final = 8
@@ -80,6 +81,8 @@ CHECKED_BYTES: Final = 4 * 2**20
 """Bytes, and records, that `check_whole` reads at once: a segment may have 2 GiB."""
 
 _REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
+IS_LIVE: Final = bytes(not flags & LOCATION_GONE for flags in range(256))
+"""A byte for each value of an entry's flags: 1 if the record lives."""
 KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 
 
@@ -200,7 +203,6 @@ Content: TypeAlias = Bytes | CommittedFile
 """A segment's file, in memory or to be read by slices."""
 
 
-_ENTRY_U32: Final = ENTRY_LEN // 4
 _TS_AT: Final = 8
 
 
@@ -232,14 +234,14 @@ def read_columns(idx: Content, first: int, count: int) -> Columns:
     halves = array("I")
     halves.frombytes(idx[first * ENTRY_LEN : (first + count) * ENTRY_LEN])
     ts = array("I", bytes(8 * count))
-    ts[0::2] = halves[2::_ENTRY_U32]
-    ts[1::2] = halves[3::_ENTRY_U32]
+    ts[0::2] = halves[2::ENTRY_U32]
+    ts[1::2] = halves[3::ENTRY_U32]
     return Columns(
         memoryview(ts).cast("B").cast("Q").tolist(),
-        halves[0::_ENTRY_U32].tolist(),
-        halves[1::_ENTRY_U32].tolist(),
+        halves[0::ENTRY_U32].tolist(),
+        halves[1::ENTRY_U32].tolist(),
         # With the padding, which is zeros: with other bytes there the flags differ from those of the frame.
-        halves[4::_ENTRY_U32].tolist(),
+        halves[4::ENTRY_U32].tolist(),
     )
 
 
@@ -247,7 +249,7 @@ def index_digest(idx: Content) -> int:
     """Return XXH3-64 over offset, len and ts of all entries in order: the 16 bytes of each that no deletion changes."""
     halves = array("I")
     halves.frombytes(idx[:])
-    del halves[4::_ENTRY_U32]
+    del halves[4::ENTRY_U32]
     return xxh3_64_intdigest(halves.tobytes())
 
 

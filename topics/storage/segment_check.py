@@ -6,17 +6,16 @@ import os
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from enum import StrEnum
-from typing import Final
 
 import msgspec
 
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.borrowed import ColdSource
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN
+from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, IS_LIVE
 from topics.storage.segment_reader import SegmentReader
 
 
@@ -69,9 +68,6 @@ class Report(msgspec.Struct):
     def note(self, line: str) -> None:
         """Note something that the next start cuts off, or that nothing needs."""
         self.notes.append(line)
-
-
-_LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
 
 
 class SegmentCheck:
@@ -270,7 +266,7 @@ def _in_store(topic_id: int) -> str:
 
 def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int]) -> int:
     """Count the live records of an index, from `earliest_seq` on and without `deleted` ones."""
-    is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE)
+    is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(IS_LIVE)
     start = max(0, earliest_seq - first_seq)
     live = is_live.count(1, start)
     here = deleted[bisect_left(deleted, first_seq + start) : bisect_left(deleted, first_seq + len(is_live))]
