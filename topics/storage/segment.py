@@ -38,7 +38,6 @@ between the two the index is behind the data, never before it.
 from __future__ import annotations
 
 import os
-import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -60,8 +59,6 @@ from topics.storage.frame import (
     LOCATION_HAS_TAG,
     Bytes,
 )
-
-assert sys.byteorder == "little", "columns are read and written without a conversion"
 
 HEADER: Final = Struct("<IBQQHHI")
 HEADER_LEN: Final = HEADER.size
