@@ -52,7 +52,7 @@ class Loan:
 
     def has(self, topic_id: int, info: SegmentInfo) -> bool:
         """Return whether the data of this segment are still borrowed."""
-        name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
+        name = layout.object_name(topic_id, info.first_seq, info.version)
         return bool(info.flags & COLD) and name in self._names
 
     def came_home(self, info: SegmentInfo) -> None:

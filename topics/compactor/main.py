@@ -17,7 +17,7 @@ from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
 from topics.compactor.loan import Loan
-from topics.compactor.relocation import HotRetention, Relocation, object_names
+from topics.compactor.relocation import HotRetention, Relocation
 from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segment_building import SealAt
 from topics.compactor.shard_copy import MarkedIndex, ShardCopy, ShardLink
@@ -129,7 +129,7 @@ def build(
         topics_dir = layout.topics_dir(settings.data_dir)
         one_cold = next(
             (
-                object_names(topic.id, info.first_seq, info.version)[-1]
+                layout.object_name(topic.id, info.first_seq, info.version)
                 for shard_copy in shard_copies
                 for topic in shard_copy.fold.topics.values()
                 for info in shard_copy.index_of(topic).segments

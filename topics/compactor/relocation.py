@@ -66,7 +66,7 @@ class RelocationCopy(NamedTuple):
     @property
     def objects(self) -> list[str]:
         """The names of its objects in the cold directory."""
-        return object_names(self.topic_id, self.info.first_seq, self.info.version)
+        return layout.object_names(self.topic_id, self.info.first_seq, self.info.version)
 
 
 class CopyQueue(WorkQueue[RelocationCopy]):
@@ -218,7 +218,7 @@ class Relocation:
 
     def removed(self, topic_id: int, name: SegmentName) -> None:
         """Note that a segment was removed, so copies of it are superfluous."""
-        self._removed.update(object_names(topic_id, *name))
+        self._removed.update(layout.object_names(topic_id, *name))
         if len(self._removed) > REMOVED_MAX:
             # The cold directory hangs. It is listed once it answers again.
             self._removed = set()
@@ -379,12 +379,6 @@ class Relocation:
             except OSError as error:
                 kept[name] = error
         return kept
-
-
-def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
-    """Return the names of a segment's files in a store; the data last, so a reader that finds them finds all."""
-    directory = os.path.basename(layout.topic_dir("", topic_id))
-    return list(layout.segment_paths(directory, first_seq, version).values())
 
 
 def _parsed(name: str) -> tuple[int, SegmentName] | None:

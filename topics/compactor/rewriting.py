@@ -205,7 +205,7 @@ class ColdFetch:
 
     def _fetch(self, topic_id: int, info: SegmentInfo) -> Content:
         directory = layout.topic_dir(self._data_dir, topic_id)
-        name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
+        name = layout.object_name(topic_id, info.first_seq, info.version)
         _, offsets, lengths, flags = _columns(directory, info)
         try:
             with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:

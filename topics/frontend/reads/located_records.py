@@ -20,9 +20,10 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache, object_name
+from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache
 from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run, plain_json
 from topics.shm.arena import ArenaReader, TopicView
+from topics.storage import layout
 from topics.storage.frame import LENGTH_FIELD_LEN
 from topics.storage.segment import Columns
 
@@ -199,7 +200,8 @@ class LocatedRecords:
         at = bisect_right(table, info.last_seq, key=_first_seq)
         if at == len(table) or not table[at].flags & COLD:
             return None
-        return object_name(self._view.topic_id, table[at]), table[at].data_bytes
+        info = table[at]
+        return layout.object_name(self._view.topic_id, info.first_seq, info.version), info.data_bytes
 
     # -- in the log
 
