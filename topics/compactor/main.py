@@ -20,11 +20,12 @@ from topics.compactor.loan import Loan
 from topics.compactor.relocation import HotRetention, Relocation
 from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segment_building import SealAt
-from topics.compactor.shard_copy import MarkedIndex, ShardCopy, ShardLink
+from topics.compactor.shard_copy import ShardCopy, ShardLink
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
 from topics.core.fold import Fold, FoldError
+from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD
 from topics.log import get_logger
 from topics.settings import Settings
@@ -184,7 +185,7 @@ def _check_cold(store: SegmentStore, name: str) -> None:
 def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> ShardCopy:
     """Return a copy of the shard's log from where the snapshot ends, or from its first file."""
     directory = layout.group_dir(data_dir, link.shard, shared.shards)
-    fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
+    fold = Fold(lambda _topic_id: UnlocatedIndex(), is_located=False)
     if part is None:
         position = WalPosition(layout.list_log_files(fs, directory)[0], 0)
     else:

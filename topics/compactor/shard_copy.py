@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from topics.core.errors import TopicsError
 from topics.core.fold import Fold
 from topics.core.record_index import UnlocatedIndex
-from topics.core.segment_list import SegmentInfo
 from topics.core.topic import Topic
 from topics.shm import messages
 from topics.shm.arena import ArenaReader, TopicView
@@ -118,31 +116,6 @@ class ShardLink:
         return found
 
 
-class MarkedIndex(UnlocatedIndex):
-    """A topic's index as the compactor needs it: its segments, and its new deletions.
-
-    `deleted` are those that are not synced yet (`DurableMarks` empties it). They are seqs, not segments, for the log
-    may have a deletion before the segment in which it was marked.
-    """
-
-    __slots__ = ()
-
-    def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
-        """Return (segment, its seqs in `deleted`, ascending) for each segment that has any."""
-        if not self.deleted:
-            return []
-        seqs = sorted(self.deleted)
-        found: list[tuple[SegmentInfo, Sequence[int]]] = []
-        start = 0
-        for info in self.segments.between(seqs[0], seqs[-1]):
-            start = bisect_left(seqs, info.first_seq, start)
-            end = bisect_left(seqs, info.last_seq + 1, start)
-            if end > start:
-                found.append((info, seqs[start:end]))
-            start = end
-        return found
-
-
 _ATTACH_TRIES = 10
 _MAY_FREE_FILES = frozenset(
     (FrameType.TOPIC_DELETE, FrameType.DELETE, FrameType.ACK, FrameType.EVICT_WATERMARK, FrameType.CHECKPOINT_MARK)
@@ -208,6 +181,9 @@ class ShardCopy:
             self._arena = reader
         raise RuntimeError(f"index arena {generation} of shard {self.shard} was announced but does not exist")
 
-    def index_of(self, topic: Topic) -> MarkedIndex:
-        assert isinstance(topic.index, MarkedIndex)
+    def index_of(self, topic: Topic) -> UnlocatedIndex:
+        """Return a topic's index. Its `deleted` are those not synced yet (`DurableMarks` empties it): seqs, not
+        segments, for the log may have a deletion before the segment in which it was marked.
+        """
+        assert isinstance(topic.index, UnlocatedIndex)
         return topic.index
