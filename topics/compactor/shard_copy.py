@@ -11,7 +11,7 @@ from topics.core.fold import Fold
 from topics.core.record_index import UnlocatedIndex
 from topics.core.topic import Topic
 from topics.shm import messages
-from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.arena import ArenaReader, TopicView, announced_arena
 from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import ProcessState, Role, log_bytes
 from topics.shm.instance import SharedMemory
@@ -116,7 +116,6 @@ class ShardLink:
         return found
 
 
-_ATTACH_TRIES = 10
 _MAY_FREE_FILES = frozenset(
     (FrameType.TOPIC_DELETE, FrameType.DELETE, FrameType.ACK, FrameType.EVICT_WATERMARK, FrameType.CHECKPOINT_MARK)
 )
@@ -168,18 +167,12 @@ class ShardCopy:
 
     def arena(self) -> ArenaReader:
         """Return the reader of the current arena; the shard must have recovered once."""
-        for _ in range(_ATTACH_TRIES):
-            generation = self.link.generation
-            if self._arena is not None and self._arena.generation == generation:
-                return self._arena
-            try:
-                reader = ArenaReader(self._identity, self.shard, generation)
-            except FileNotFoundError:
-                continue  # replaced meanwhile
+        if self._arena is None or self._arena.generation != self.link.generation:
+            reader = announced_arena(self._identity, self.shard, lambda: self.link.generation)
             if self._arena is not None:
                 self._arena.close()
             self._arena = reader
-        raise RuntimeError(f"index arena {generation} of shard {self.shard} was announced but does not exist")
+        return self._arena
 
     def index_of(self, topic: Topic) -> UnlocatedIndex:
         """Return a topic's index. Its `deleted` are those not synced yet (`DurableMarks` empties it): seqs, not
