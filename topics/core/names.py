@@ -20,6 +20,10 @@ _TOPIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
 _ROUTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")
 
 
+def is_topic_name(name: str) -> bool:
+    return _TOPIC.fullmatch(name) is not None
+
+
 def check_topic_name(name: str, field: str = "topic") -> str:
     """Return the name, or raise `400 invalid_request` for its `field`. Sinks are named like topics."""
     return _check(_TOPIC, name, field, "A-Z a-z 0-9 . _ : -")
