@@ -51,16 +51,16 @@ def owner_shard(name: str, shards: int) -> int:
     return xxhash.xxh3_64_intdigest(name.encode()) % shards
 
 
-SHARDS_MAX: Final = 256
+_SHARD_BITS: Final = 8
 _COUNTER_BITS: Final = 12
-_TIME_SHIFT: Final = 20
+_TIME_SHIFT: Final = _SHARD_BITS + _COUNTER_BITS
 
 
 class TopicIds:
     """Assigns the topic ids of one shard, each once."""
 
     def __init__(self, shard: int) -> None:
-        assert 0 <= shard < SHARDS_MAX
+        assert 0 <= shard < 1 << _SHARD_BITS
         self._shard = shard
         self._time_ms = 0
         self._counter = 0
