@@ -21,7 +21,7 @@ import msgspec
 from topics.compactor.checkpoints import Refused, mark
 from topics.compactor.loan import Loan
 from topics.compactor.shard_copy import ShardCopy
-from topics.compactor.work_queue import WorkQueue
+from topics.compactor.work_queue import RETRY_MAX_MS, RETRY_MS, WorkQueue
 from topics.core.clock import Clock, doubled_ms
 from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
@@ -39,9 +39,6 @@ from topics.storage.segment_store import SegmentSource
 PIECE_BYTES: Final = 4 * 2**20
 BYTES_PER_S: Final = 32 * 2**20
 """The rate of bytes read or written by rewriting: a fraction of what a disk does for clients."""
-AGAIN_MS: Final = 10_000
-"""The pause after a failure of a segment or of the cold directory; doubled with each further one."""
-AGAIN_MAX_MS: Final = 160_000
 
 log = get_logger()
 
@@ -256,7 +253,7 @@ class Rewriting:
         self._clock = clock
         self._fetch = fetch
         self.loan = loan
-        self._queue: WorkQueue[_Candidate] = WorkQueue(AGAIN_MS, AGAIN_MAX_MS)
+        self._queue: WorkQueue[_Candidate] = WorkQueue()
         self._next_ms = 0
         self._cold: dict[_Candidate, None] = {}
         """Cold segments that are to be fetched and rewritten, in this order."""
@@ -379,7 +376,7 @@ class Rewriting:
             log.error("a damaged segment is not rewritten", reason=str(error))
             return False
         except (OSError, Refused):
-            pause_ms = doubled_ms(AGAIN_MS, self._fetches_failed, AGAIN_MAX_MS)
+            pause_ms = doubled_ms(RETRY_MS, self._fetches_failed, RETRY_MAX_MS)
             self._fetches_failed += 1
             self._fetch_next_ms = self._clock.monotonic_ms() + pause_ms
             self._cold[candidate] = None
