@@ -176,11 +176,6 @@ class ColdFetch:
         self._future: Future[Content] | None = None
         helper.submit(self._remove_tmp)
 
-    @property
-    def busy(self) -> bool:
-        """True if a fetch was begun and its result not taken."""
-        return self._future is not None
-
     def begin(self, topic_id: int, info: SegmentInfo) -> None:
         """Begin to fetch the live frames of this segment."""
         assert self._future is None

@@ -153,7 +153,6 @@ class ArenaWriter:
     def __init__(self, identity: str, shard: int, generation: int) -> None:
         self._shared = SharedObject.create(shm_name(identity, "arena", shard, generation), ARENA_BYTES, _SLOTS_WORD * 8)
         self._words = self._shared.words
-        self.generation = generation
         self._slots_backed = 0
         self.heap = ArenaHeap(self._shared, _HEAP_BYTE, ARENA_BYTES)
         self._free_slots: list[int] = []
