@@ -15,7 +15,7 @@ from typing import Final
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused
 from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.leftovers import Leftovers
-from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
+from topics.compactor.life import ClockNote, Life, Stopped
 from topics.compactor.loan import Loan
 from topics.compactor.relocation import HotRetention, Relocation
 from topics.compactor.rewriting import ColdFetch, Rewriting
@@ -29,7 +29,7 @@ from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import ProcessState, Role
+from topics.shm.control import HEARTBEAT_MS, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.topic_messages import Trim
 from topics.storage import kill_points, layout, service_id

@@ -22,6 +22,8 @@ from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 192
 SHARDS_MAX: Final = 64
+HEARTBEAT_MS: Final = 250
+"""The time between two signs of life that a process gives in its cell."""
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
 VERSION: Final = 9
