@@ -20,11 +20,12 @@ from types import SimpleNamespace
 from typing import Final, NamedTuple, cast
 
 from topics.compactor.segment_building import LogBuffers, SealAt, SegmentAppender
-from topics.compactor.shard_copy import MarkedIndex, ShardCopy, ShardLink
+from topics.compactor.shard_copy import ShardCopy, ShardLink
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateFrameBody, encode_body
 from topics.core.fold import Fold
 from topics.core.location import ENTRY_WORDS
+from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import SegmentInfo
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import FrameType, encode, lay_out, stamp
@@ -44,7 +45,7 @@ _SEAL_AT: Final = SealAt(10_000, 64 << 20, 0)
 _IDENTITY: Final = WalIdentity(0, 1, "bench")
 
 
-class _LocatedIndex(MarkedIndex):
+class _LocatedIndex(UnlocatedIndex):
     """An index that keeps the locations, which a shard publishes in its arena."""
 
     __slots__ = ("located",)
@@ -104,7 +105,7 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
 
 
 def follow(directory: str, end: WalPosition) -> Fold:
-    fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
+    fold = Fold(lambda _topic_id: UnlocatedIndex(), is_located=False)
     shard_copy = ShardCopy(
         "bench", cast(ShardLink, SimpleNamespace(shard=0)), LogTail(directory, WalPosition(1, 0)), fold
     )

@@ -88,7 +88,9 @@ def test_a_base_that_takes_long_has_nobody_wait_for_the_interval(tmp_path: Path)
 @pytest.mark.long
 def test_an_archiver_ends_whenever_it_is_told_to(tmp_path: Path) -> None:
     """It stood still for ever, and kept its directory locked, if it was told between two waits."""
-    command = patched(tmp_path / "patched", "from topics.archive import main as archiving", "archiving.HEARTBEAT_S = 0")
+    command = patched(
+        tmp_path / "patched", "from topics.archive import main as archiving", "archiving.HEARTBEAT_MS = 0"
+    )
     for nth in range(6):
         place = tmp_path / str(nth)
         with Service(env=shipping(place), command=command) as service:

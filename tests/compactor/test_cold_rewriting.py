@@ -19,7 +19,7 @@ from tests.harness import poll
 from tests.storage.faults import CHANGING_CALLS, Crash, Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.rewriting import AGAIN_MS
+from topics.compactor.work_queue import RETRY_MS
 from topics.core.segment_list import COLD, SEALED
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import kill_points
@@ -291,7 +291,7 @@ def test_a_cold_directory_that_fails_is_asked_again_later(gated: tuple[Tiers, Co
         tiers.compaction.upkeep()
         tiers.compaction.cut()
     assert tiers.versions()[0] == 0
-    tiers.rig.clock.ms += AGAIN_MS
+    tiers.rig.clock.ms += RETRY_MS
     tiers.settle(lambda: tiers.is_rewritten() and tiers.is_tidy())
     tiers.check()
 
@@ -308,7 +308,7 @@ def test_a_cold_directory_that_gave_something_begins_anew(tmp_path: Path, what: 
 
     def failure_after_ms() -> int:
         waited_ms = 0
-        while waited_ms <= 32 * AGAIN_MS:
+        while waited_ms <= 32 * RETRY_MS:
             try:
                 compactor.upkeep()
             except OSError:
@@ -321,7 +321,7 @@ def test_a_cold_directory_that_gave_something_begins_anew(tmp_path: Path, what: 
     tiers.compaction.cut()
     fs.error = errno.EIO
     failure_after_ms()
-    assert failure_after_ms() == AGAIN_MS + step_ms
+    assert failure_after_ms() == RETRY_MS + step_ms
     fs.error = None
     first = min(Path(tiers.cold_dir).rglob("*.data"))
     content = first.read_bytes()
@@ -337,10 +337,10 @@ def test_a_cold_directory_that_gave_something_begins_anew(tmp_path: Path, what: 
             compactor.follow(0)
 
     kill_points.arm("rewrite.fetched", act)
-    assert failure_after_ms() >= 2 * AGAIN_MS
+    assert failure_after_ms() >= 2 * RETRY_MS
     assert fs.error
     assert fs.last != str(first)
-    assert failure_after_ms() <= AGAIN_MS + 2 * step_ms
+    assert failure_after_ms() <= RETRY_MS + 2 * step_ms
     fs.error = None
     if what == "damaged":
         first.write_bytes(content)
@@ -419,7 +419,7 @@ def strike_at(root: Path, nth: int, error: int, calls: frozenset[str]) -> bool:
             tiers.compaction.begin_again()
         fs.arm(None)
         tiers.check()
-        tiers.rig.clock.ms += AGAIN_MS
+        tiers.rig.clock.ms += RETRY_MS
         tiers.settle(lambda: tiers.is_rewritten() and tiers.is_tidy())
         tiers.rig.restart_service()
         tiers.compaction.begin_again()

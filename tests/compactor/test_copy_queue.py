@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from topics.compactor.relocation import PAUSE_MS, RETRY_MAX_MS, RETRY_MS, CopyQueue, RelocationCopy
+from topics.compactor.relocation import PAUSE_MS, CopyQueue, RelocationCopy
+from topics.compactor.work_queue import RETRY_MAX_MS, RETRY_MS
 from topics.core.segment_list import SEALED, SegmentInfo
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.storage.logs import TOPIC_ID
 from tests.storage.segments import Record, make_segment
 from topics.compactor.leftovers import Leftovers, TopicFiles
-from topics.compactor.relocation import HotRetention, Relocation, object_names
+from topics.compactor.relocation import HotRetention, Relocation
 from topics.core.clock import SystemClock
 from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentList
 from topics.storage import layout
@@ -195,7 +195,7 @@ def test_pinned_data_outlive_their_copy_into_the_cold_tier(tmp_path: Path, pins:
 def test_a_pinned_object_of_the_cold_tier_stays(tmp_path: Path, pins: Pins) -> None:
     store = LocalStore(FS, str(tmp_path / "cold" / "topics"))
     for first_seq in (1, 6):
-        for name in object_names(TOPIC_ID, first_seq, 0):
+        for name in layout.object_names(TOPIC_ID, first_seq, 0):
             store.put(name, [b"x"])
     pins.put(new_pin_id(), 1)
 

@@ -15,8 +15,8 @@ from tests.harness import poll
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.relocation import AHEAD_MAX, RETRY_MS
-from topics.compactor.rewriting import AGAIN_MS
+from topics.compactor.relocation import AHEAD_MAX
+from topics.compactor.work_queue import RETRY_MS
 from topics.core.segment_list import COLD, SEALED, SegmentList
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
@@ -172,7 +172,7 @@ def test_segments_go_while_none_can_be_rewritten(tiers: Tiers) -> None:
     tiers.rig.call(DeleteRecords("dead", None, "eq", b"x"))
     tiers.fs.full = f"seg-{3:020d}.1.data"
     tiers.seal(5)
-    for again_ms in (AGAIN_MS, 2 * AGAIN_MS, 4 * AGAIN_MS):
+    for again_ms in (RETRY_MS, 2 * RETRY_MS, 4 * RETRY_MS):
         with pytest.raises(OSError, match="No space left"):
             tiers.compaction.compactor.upkeep()
         for _ in range(3):

@@ -13,7 +13,7 @@ import pytest
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.rewriting import AGAIN_MS
+from topics.compactor.work_queue import RETRY_MS
 from topics.core.segment_list import COLD, SEALED
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage.verify import verify
@@ -132,16 +132,16 @@ def test_one_that_cannot_be_written_leaves_no_files_and_comes_later_each_time(ma
     machine.delete()
     tries = []
     machine.fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset((call,))))
-    for second in range(8 * AGAIN_MS // 1000):
+    for second in range(8 * RETRY_MS // 1000):
         try:
             machine.compaction.compactor.upkeep()
         except OSError:
             tries.append(second * 1000)
             assert machine.files("seg-*") == before
         machine.rig.clock.ms += 1000
-    assert tries == [0, AGAIN_MS, 3 * AGAIN_MS, 7 * AGAIN_MS]
+    assert tries == [0, RETRY_MS, 3 * RETRY_MS, 7 * RETRY_MS]
     machine.fs.arm(None)
-    machine.rig.clock.ms += 8 * AGAIN_MS
+    machine.rig.clock.ms += 8 * RETRY_MS
     machine.compaction.upkeep()
     assert machine.versions() == [1, 0]
     machine.compaction.cut()
@@ -159,7 +159,7 @@ def test_one_that_cannot_be_written_holds_up_no_other(machine: Machine) -> None:
         machine.compaction.upkeep()
     machine.compaction.upkeep()
     assert [machine.versions(name) for name in ("bad", "good")] == [[0, 0], [1, 0]]
-    machine.rig.clock.ms += AGAIN_MS
+    machine.rig.clock.ms += RETRY_MS
     machine.compaction.upkeep()
     assert machine.versions("bad") == [1, 0]
 
@@ -176,7 +176,7 @@ def test_a_cold_one_without_tags_here_is_fetched_once(tmp_path: Path) -> None:
         machine.fs.opened.clear()
         for _ in range(20):
             machine.compaction.upkeep()
-            machine.rig.clock.ms += AGAIN_MS
+            machine.rig.clock.ms += RETRY_MS
         assert [os.path.basename(path) for path in machine.fs.opened].count("fetched.tmp") == 1
         assert machine.versions() == [0]
     finally:

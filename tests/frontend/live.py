@@ -17,7 +17,6 @@ from topics.core.keys import KeyRing
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.stream import StreamSpec
-from topics.frontend.reads.files import object_name
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.wiring import Process, build_app
@@ -186,7 +185,7 @@ class Live:
         assert segments
         paths = [Path(layout.segment_data_path(directory, info.first_seq, info.version)) for info in segments]
         for info, path in zip(segments, paths, strict=True):
-            self.store.put(object_name(ref.view.topic_id, info), [path.read_bytes()])
+            self.store.put(layout.object_name(ref.view.topic_id, info.first_seq, info.version), [path.read_bytes()])
         await self._mark(ref, [msgspec.structs.replace(info, flags=info.flags | COLD) for info in segments])
         for path in paths:
             path.unlink()

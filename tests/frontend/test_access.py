@@ -20,7 +20,7 @@ PAGES = ("/v0/openapi.json", "/v0/docs", "/v0/docs.js", "/v0/docs.css", "/consol
 def test_a_service_that_only_reads_says_what_a_key_may_do_and_answers_probes_that_need_one(hosting: Hosting) -> None:
     async def test(frontend: Frontend) -> None:
         refusal = TopicsError("not_leader", "it follows another one")
-        access = Access(KeyRing(parse_list("k")), True, frontend.access.limits, lambda: refusal)
+        access = Access(KeyRing(parse_list("k")), frontend.access.limits, lambda: refusal)
         bearer = (b"authorization", b"Bearer k")
         for needed in (KeyScope.NONE, KeyScope.READ):
             access.admit({"headers": [bearer]}, needed)

@@ -31,7 +31,7 @@ class Frontend:
         shared = SharedMemory.create(identity, 1, 1, 64 * 1024)
         self.header = shared.control.header
         self.cell = shared.control.cell(Role.FRONTEND, 0)
-        self.access = Access(read_keys(settings), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
+        self.access = Access(read_keys(settings), KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
         self.reload = KeyReload(settings, self.access, self.header, self.cell)
 
     def allow(self, *keys: str) -> None:

@@ -43,7 +43,7 @@ async def scrape(metrics: MetricsRoute, accept: bytes = b"") -> bytes:
 
     scope: dict[str, Any] = {"headers": [(b"accept", accept)]}
     unlimited = KeyLimits(KeyCounts(memoryview(bytearray(KeyCounts.size_bytes(1))).cast("Q"), 1, 0), load({}, {}))
-    Access(KeyRing(()), False, unlimited).admit(scope, KeyScope.READ)
+    Access(KeyRing(()), unlimited).admit(scope, KeyScope.READ)
     await metrics.get(scope, receive, send)
     assert sent[0]["status"] == 200
     body: bytes = sent[1]["body"]

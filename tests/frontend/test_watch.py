@@ -457,7 +457,7 @@ async def open_stream(live: Live, wid: str) -> None:
     limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
     slots = StreamSlots(limits, Quota("sse_connections", 0, "sse_admitted", live.cell, [live.cell]))
     catching_up = cast(CatchingUp, None)  # for new sessions only
-    access = Access(KeyRing(()), False, limits)
+    access = Access(KeyRing(()), limits)
     routes = WatchRoutes(live.reader, sessions_of(live), live.hub, access, settings, slots, catching_up)
     scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
     await routes.stream(scope, cast(Receive, None), cast(Send, None))

@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, live: Live, keys: str | None = None) -> None:
         settings = live.rig.settings
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
-        self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
+        self.access = Access(KeyRing(parse_list(keys) if keys else ()), limits)
         places = Quota("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         services = QueueServices(live.gateway, live.reader)
         self.routes = WorkRoutes(services, self.access, settings, StreamSlots(limits, places), live.cell, live.clock)

@@ -14,7 +14,8 @@ from tests.walshard.rig import Rig
 from topics.core.errors import TopicsError
 from topics.core.segment_list import COLD
 from topics.shm.topic_messages import DeleteRecords
-from topics.storage.postings import BODY_AT, CHECKSUM, HEADER
+from topics.storage.frame import CHECKSUM
+from topics.storage.postings import BODY_AT, HEADER
 from topics.storage.verify import verify
 
 RECORDS = 24

@@ -76,7 +76,6 @@ class Archiver:
         """`helpers` copies the files of a base, and prunes."""
         self._archive = archive
         self._make_shipper = make_shipper
-        self._page = page
         self._cell = page.cell(Role.ARCHIVER, 0)
         self._shards = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
         self._waiters = [page.cell(Role.FRONTEND, frontend) for frontend in range(page.frontends)]

@@ -22,8 +22,8 @@ COPIERS: Final = 8
 class BaseFiles:
     """The files of one base of a generation. Owns what is being copied; the objects are the archive's.
 
-    `known` are files that the archive has already, by their paths. `told` hears how many bytes of how
-    many were looked at.
+    `known` are files that the archive has already, by their paths. `told` hears how many bytes of how many were looked
+    at.
     """
 
     def __init__(

@@ -17,14 +17,13 @@ from topics.archive.shipping import Shipper
 from topics.core.clock import SystemClock
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import ProcessState, Role
+from topics.shm.control import HEARTBEAT_MS, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, service_id
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
 
-HEARTBEAT_S: Final = 0.25
 STOP: Final = (signal.SIGTERM,)
 """It is waited for: a handler that sets an event can stand still if it came between two waits for that event."""
 LAST_SHIP_S: Final = 2.0
@@ -80,6 +79,6 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
 
 def told_to_stop() -> bool:
     """Wait for the time of a heartbeat, or until SIGTERM comes; return whether it came."""
-    found = signal.sigtimedwait(STOP, HEARTBEAT_S)
+    found = signal.sigtimedwait(STOP, HEARTBEAT_MS / 1000)
     # A process that was stopped for longer than that gets a signal of any number from CPython, which nobody sent.
     return found is not None and found.si_signo in STOP

@@ -1,9 +1,8 @@
 """A replica: a data directory that is kept as another service's archive says, moment by moment.
 
 The logs are those of the leader, byte for byte. Data of sealed segments come later than the rest of the first base
-(`borrowing.py`). With each base of the archive the directory gets the base's segments
-and snapshot, and the logs before it go: a follower cuts nothing itself. The shards of the follower read all of that,
-and write none of it.
+(`borrowing.py`). With each base of the archive the directory gets the base's segments and snapshot, and the logs before
+it go: a follower cuts nothing itself. The shards of the follower read all of that, and write none of it.
 
 A replica may be ahead of the archive, with bytes that the leader itself has told. If the leader's machine fails and
 loses them, the archive goes on with others, and may never get as far as the replica is. So each piece is compared with

@@ -15,12 +15,12 @@ from topics import log
 from topics.archive.ownership import OtherShipperError
 from topics.archive.restoring import NotThereError
 from topics.archive.shipping import NoMomentError
-from topics.cli import EXIT_USAGE
 from topics.setting_values import MIB, RefusedValueError, bucket_url
 from topics.storage.archive_objects import ArchiveDamagedError
 from topics.storage.lock import DataDirLocked
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
+from topicsd import EXIT_USAGE
 
 EXIT_FAILED: Final = 1
 EXIT_LATER: Final = 4

@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple, TypeVar, get_args
 import msgspec
 
 from topics.api.requests import Durability
-from topics.cli import EXIT_USAGE
 from topics.client import ApiError, Client, ClientError, Record, Retry, Tombstone, UnreachableError
 from topics.terminal import Cell, paint_for, table
+from topicsd import EXIT_USAGE
 
 URL_DEFAULT: Final = "http://127.0.0.1:4000"
 PATIENCE_DEFAULT_S: Final = 10.0

@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import Final
 
-from topics.cli import EXIT_USAGE
+from topicsd import EXIT_USAGE
 
 JOBS: Final = {
     "export": "write topics to partitioned Parquet or Delta, incrementally",

@@ -10,10 +10,11 @@ import threading
 from collections import deque
 from typing import Final
 
-from topics.cli import EXIT_BROKEN_PIPE, shared
+from topics.cli import shared
 from topics.cli.read import counted_pages, read_pages
 from topics.cli.shared import RecordPrinter, say
 from topics.client import Client, Record, Tombstone, TopicGone
+from topicsd import EXIT_BROKEN_PIPE
 
 LOOK_BACK_FACTOR: Final = 4
 _EXAMPLES: Final = """  topics tail -n 3 orders

@@ -9,13 +9,13 @@ from typing import Final
 
 import msgspec
 
-from topics.cli import EXIT_USAGE
 from topics.cli.archive_shared import place, show
 from topics.progress import progress
 from topics.storage.lock import DataDirLocked
 from topics.storage.segment_check import Report
 from topics.storage.verify import NotADataDir, verify
 from topics.terminal import plural
+from topicsd import EXIT_USAGE
 
 EXIT_DAMAGE: Final = 1
 _CODES: Final = """exit codes:

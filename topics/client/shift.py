@@ -191,8 +191,8 @@ class Shift:
         self._reached = False
         """True once the service has answered."""
         self._heard = False
-        self._end_announced = False
         """True once something has come over the current stream."""
+        self._end_announced = False
 
     async def __aenter__(self) -> Self:
         # Waits for nothing, so that a stop works also while the service is down. `next` raises what is wrong.

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Final, NamedTuple, cast
 
 from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
-from topics.compactor.shard_copy import MarkedIndex, ShardCopy
+from topics.compactor.shard_copy import ShardCopy
 from topics.core.clock import Clock, doubled_ms
 from topics.core.errors import TopicsError
 from topics.core.location import (
@@ -33,6 +33,7 @@ from topics.core.location import (
     any_flagged,
     flags_of,
 )
+from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
@@ -387,13 +388,13 @@ class DurableMarks:
         Raise Refused, and OSError: then call `doubt`.
         """
         marked: list[tuple[int, SegmentInfo]] = []
-        seen: list[MarkedIndex] = []
+        seen: list[UnlocatedIndex] = []
         for topic_id in sorted(shard_copy.shrunk):
             topic = shard_copy.fold.topics.get(topic_id)
             if topic is None:
                 continue
             index = shard_copy.index_of(topic)
-            for info, seqs in index.deleted_in_segments():
+            for info, seqs in index.segments.having(sorted(index.deleted)):
                 if shard_copy.shard in self.doubted:
                     self._mark_again(shard_copy, topic_id, seqs)
                 marked.append((topic_id, info))

@@ -11,13 +11,12 @@ from typing import Final
 
 from topics.core.clock import Clock, TrustedTime
 from topics.log import get_logger
-from topics.shm.control import Cell, ProcessCell, ProcessState, Role
+from topics.shm.control import HEARTBEAT_MS, Cell, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.ring import Wake
 from topics.storage.filesystem import FileSystem
 from topics.storage.notes import write_clock
 
-HEARTBEAT_MS: Final = 250
 ANSWER_POLL_MS: Final = 10
 NOTE_MS: Final = 60_000
 

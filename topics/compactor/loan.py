@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future
 from typing import Final
 
 from topics.compactor.shard_copy import ShardCopy
+from topics.compactor.work_queue import RETRY_MAX_MS, RETRY_MS
 from topics.core.clock import Clock, doubled_ms
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.log import get_logger
@@ -21,8 +22,6 @@ from topics.storage.borrowed import BorrowedNote, end_loan
 from topics.storage.filesystem import FileSystem
 
 AGREEING: Final = 2
-RETRY_MS: Final = 10_000
-RETRY_MAX_MS: Final = 160_000
 
 log = get_logger()
 
@@ -52,7 +51,7 @@ class Loan:
 
     def has(self, topic_id: int, info: SegmentInfo) -> bool:
         """Return whether the data of this segment are still borrowed."""
-        name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
+        name = layout.object_name(topic_id, info.first_seq, info.version)
         return bool(info.flags & COLD) and name in self._names
 
     def came_home(self, info: SegmentInfo) -> None:

@@ -15,20 +15,21 @@ from typing import Final
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused
 from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.leftovers import Leftovers
-from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
+from topics.compactor.life import ClockNote, Life, Stopped
 from topics.compactor.loan import Loan
-from topics.compactor.relocation import HotRetention, Relocation, object_names
+from topics.compactor.relocation import HotRetention, Relocation
 from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segment_building import SealAt
-from topics.compactor.shard_copy import MarkedIndex, ShardCopy, ShardLink
+from topics.compactor.shard_copy import ShardCopy, ShardLink
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
 from topics.core.fold import Fold, FoldError
+from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import ProcessState, Role
+from topics.shm.control import HEARTBEAT_MS, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.topic_messages import Trim
 from topics.storage import kill_points, layout, service_id
@@ -129,7 +130,7 @@ def build(
         topics_dir = layout.topics_dir(settings.data_dir)
         one_cold = next(
             (
-                object_names(topic.id, info.first_seq, info.version)[-1]
+                layout.object_name(topic.id, info.first_seq, info.version)
                 for shard_copy in shard_copies
                 for topic in shard_copy.fold.topics.values()
                 for info in shard_copy.index_of(topic).segments
@@ -184,7 +185,7 @@ def _check_cold(store: SegmentStore, name: str) -> None:
 def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> ShardCopy:
     """Return a copy of the shard's log from where the snapshot ends, or from its first file."""
     directory = layout.group_dir(data_dir, link.shard, shared.shards)
-    fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
+    fold = Fold(lambda _topic_id: UnlocatedIndex(), is_located=False)
     if part is None:
         position = WalPosition(layout.list_log_files(fs, directory)[0], 0)
     else:

@@ -24,7 +24,7 @@ import msgspec
 from topics.compactor.checkpoints import Refused, mark
 from topics.compactor.leftovers import FilesOf
 from topics.compactor.shard_copy import ShardCopy
-from topics.compactor.work_queue import WorkQueue
+from topics.compactor.work_queue import RETRY_MS, WorkQueue
 from topics.core.clock import Clock, doubled_ms
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.topic import Topic
@@ -37,9 +37,6 @@ from topics.storage.layout import SegmentName
 from topics.storage.pins import ReadPinned
 from topics.storage.segment_store import SegmentStore
 
-RETRY_MS: Final = 10_000
-"""The pause before a segment that failed is copied again; doubled with each further failure of it."""
-RETRY_MAX_MS: Final = 160_000
 PAUSE_MS: Final = 250
 """The pause after a failure before anything is copied; doubled with each further one in a row, up to RETRY_MS."""
 PIECE_BYTES: Final = 4 * 2**20
@@ -66,14 +63,14 @@ class RelocationCopy(NamedTuple):
     @property
     def objects(self) -> list[str]:
         """The names of its objects in the cold directory."""
-        return object_names(self.topic_id, self.info.first_seq, self.info.version)
+        return layout.object_names(self.topic_id, self.info.first_seq, self.info.version)
 
 
 class CopyQueue(WorkQueue[RelocationCopy]):
     """The segments to be copied. After a failure nothing is copied for a while, longer with each one in a row."""
 
     def __init__(self) -> None:
-        super().__init__(RETRY_MS, RETRY_MAX_MS)
+        super().__init__()
         self._failed_in_a_row = 0
         self._not_before_ms = 0
 
@@ -218,7 +215,7 @@ class Relocation:
 
     def removed(self, topic_id: int, name: SegmentName) -> None:
         """Note that a segment was removed, so copies of it are superfluous."""
-        self._removed.update(object_names(topic_id, *name))
+        self._removed.update(layout.object_names(topic_id, *name))
         if len(self._removed) > REMOVED_MAX:
             # The cold directory hangs. It is listed once it answers again.
             self._removed = set()
@@ -379,12 +376,6 @@ class Relocation:
             except OSError as error:
                 kept[name] = error
         return kept
-
-
-def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
-    """Return the names of a segment's files in a store; the data last, so a reader that finds them finds all."""
-    directory = os.path.basename(layout.topic_dir("", topic_id))
-    return list(layout.segment_paths(directory, first_seq, version).values())
 
 
 def _parsed(name: str) -> tuple[int, SegmentName] | None:

@@ -21,7 +21,7 @@ import msgspec
 from topics.compactor.checkpoints import Refused, mark
 from topics.compactor.loan import Loan
 from topics.compactor.shard_copy import ShardCopy
-from topics.compactor.work_queue import WorkQueue
+from topics.compactor.work_queue import RETRY_MAX_MS, RETRY_MS, WorkQueue
 from topics.core.clock import Clock, doubled_ms
 from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
@@ -33,16 +33,12 @@ from topics.storage.filesystem import FileSystem, opened, write_all
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings, Postings, write_postings
-from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_whole
+from topics.storage.segment import ENTRY_LEN, ENTRY_U32, CommittedFile, Content, CorruptSegment, check_whole
 from topics.storage.segment_store import SegmentSource
 
-_ENTRY_U32: Final = ENTRY_LEN // 4
 PIECE_BYTES: Final = 4 * 2**20
 BYTES_PER_S: Final = 32 * 2**20
 """The rate of bytes read or written by rewriting: a fraction of what a disk does for clients."""
-AGAIN_MS: Final = 10_000
-"""The pause after a failure of a segment or of the cold directory; doubled with each further one."""
-AGAIN_MAX_MS: Final = 160_000
 
 log = get_logger()
 
@@ -74,15 +70,15 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     starts = array("I", accumulate(new_lengths, initial=0))
     data_bytes = starts.pop()
     # A record without a frame has as its offset 0 if it was deleted, else the reason of its loss.
-    words[0::_ENTRY_U32] = array(
+    words[0::ENTRY_U32] = array(
         "I",
         [
             start if length else 0 if dead else offset
             for start, length, dead, offset in zip(starts, new_lengths, deleted, offsets, strict=True)
         ],
     )
-    words[1::_ENTRY_U32] = new_lengths
-    words[4::_ENTRY_U32] = array(
+    words[1::ENTRY_U32] = new_lengths
+    words[4::ENTRY_U32] = array(
         "I", [LOCATION_DELETED if dead else flag for dead, flag in zip(deleted, flags, strict=True)]
     )
     tagged = [(seq, tag) for tag, seqs in postings for seq in seqs if not deleted[seq - info.first_seq]]
@@ -130,7 +126,7 @@ def _idx(directory: str, info: SegmentInfo) -> CommittedFile:
 def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int], array[int], array[int]]:
     """Read an index. Return it as u32 words, and its columns offsets, lengths and flags."""
     words = array("I", _idx(directory, info)[:])
-    return words, words[0::_ENTRY_U32], words[1::_ENTRY_U32], words[4::_ENTRY_U32]
+    return words, words[0::ENTRY_U32], words[1::ENTRY_U32], words[4::ENTRY_U32]
 
 
 def _live_pieces(offsets: array[int], lengths: array[int], flags: array[int]) -> list[tuple[int, int]]:
@@ -180,11 +176,6 @@ class ColdFetch:
         self._future: Future[Content] | None = None
         helper.submit(self._remove_tmp)
 
-    @property
-    def busy(self) -> bool:
-        """True if a fetch was begun and its result not taken."""
-        return self._future is not None
-
     def begin(self, topic_id: int, info: SegmentInfo) -> None:
         """Begin to fetch the live frames of this segment."""
         assert self._future is None
@@ -206,7 +197,7 @@ class ColdFetch:
 
     def _fetch(self, topic_id: int, info: SegmentInfo) -> Content:
         directory = layout.topic_dir(self._data_dir, topic_id)
-        name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
+        name = layout.object_name(topic_id, info.first_seq, info.version)
         _, offsets, lengths, flags = _columns(directory, info)
         try:
             with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
@@ -257,7 +248,7 @@ class Rewriting:
         self._clock = clock
         self._fetch = fetch
         self.loan = loan
-        self._queue: WorkQueue[_Candidate] = WorkQueue(AGAIN_MS, AGAIN_MAX_MS)
+        self._queue: WorkQueue[_Candidate] = WorkQueue()
         self._next_ms = 0
         self._cold: dict[_Candidate, None] = {}
         """Cold segments that are to be fetched and rewritten, in this order."""
@@ -380,7 +371,7 @@ class Rewriting:
             log.error("a damaged segment is not rewritten", reason=str(error))
             return False
         except (OSError, Refused):
-            pause_ms = doubled_ms(AGAIN_MS, self._fetches_failed, AGAIN_MAX_MS)
+            pause_ms = doubled_ms(RETRY_MS, self._fetches_failed, RETRY_MAX_MS)
             self._fetches_failed += 1
             self._fetch_next_ms = self._clock.monotonic_ms() + pause_ms
             self._cold[candidate] = None

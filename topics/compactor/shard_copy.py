@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from topics.core.errors import TopicsError
 from topics.core.fold import Fold
 from topics.core.record_index import UnlocatedIndex
-from topics.core.segment_list import SegmentInfo
 from topics.core.topic import Topic
 from topics.shm import messages
-from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.arena import ArenaReader, TopicView, announced_arena
 from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import ProcessState, Role, log_bytes
 from topics.shm.instance import SharedMemory
@@ -118,32 +116,6 @@ class ShardLink:
         return found
 
 
-class MarkedIndex(UnlocatedIndex):
-    """A topic's index as the compactor needs it: its segments, and its new deletions.
-
-    `deleted` are those that are not synced yet (`DurableMarks` empties it). They are seqs, not segments, for the log
-    may have a deletion before the segment in which it was marked.
-    """
-
-    __slots__ = ()
-
-    def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
-        """Return (segment, its seqs in `deleted`, ascending) for each segment that has any."""
-        if not self.deleted:
-            return []
-        seqs = sorted(self.deleted)
-        found: list[tuple[SegmentInfo, Sequence[int]]] = []
-        start = 0
-        for info in self.segments.between(seqs[0], seqs[-1]):
-            start = bisect_left(seqs, info.first_seq, start)
-            end = bisect_left(seqs, info.last_seq + 1, start)
-            if end > start:
-                found.append((info, seqs[start:end]))
-            start = end
-        return found
-
-
-_ATTACH_TRIES = 10
 _MAY_FREE_FILES = frozenset(
     (FrameType.TOPIC_DELETE, FrameType.DELETE, FrameType.ACK, FrameType.EVICT_WATERMARK, FrameType.CHECKPOINT_MARK)
 )
@@ -195,19 +167,16 @@ class ShardCopy:
 
     def arena(self) -> ArenaReader:
         """Return the reader of the current arena; the shard must have recovered once."""
-        for _ in range(_ATTACH_TRIES):
-            generation = self.link.generation
-            if self._arena is not None and self._arena.generation == generation:
-                return self._arena
-            try:
-                reader = ArenaReader(self._identity, self.shard, generation)
-            except FileNotFoundError:
-                continue  # replaced meanwhile
+        if self._arena is None or self._arena.generation != self.link.generation:
+            reader = announced_arena(self._identity, self.shard, lambda: self.link.generation)
             if self._arena is not None:
                 self._arena.close()
             self._arena = reader
-        raise RuntimeError(f"index arena {generation} of shard {self.shard} was announced but does not exist")
+        return self._arena
 
-    def index_of(self, topic: Topic) -> MarkedIndex:
-        assert isinstance(topic.index, MarkedIndex)
+    def index_of(self, topic: Topic) -> UnlocatedIndex:
+        """Return a topic's index. Its `deleted` are those not synced yet (`DurableMarks` empties it): seqs, not
+        segments, for the log may have a deletion before the segment in which it was marked.
+        """
+        assert isinstance(topic.index, UnlocatedIndex)
         return topic.index

@@ -5,22 +5,24 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from topics.core.clock import doubled_ms
+
+RETRY_MS: Final = 10_000
+"""The pause after a failure, of an item or of the cold directory; doubled with each further one."""
+RETRY_MAX_MS: Final = 160_000
 
 ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class WorkQueue(Generic[ItemT]):
-    """Items of work. One that fails comes again after `retry_ms`, doubled with each failure up to `retry_max_ms`.
+    """Items of work. One that fails comes again after RETRY_MS, doubled with each failure up to RETRY_MAX_MS.
 
     Pure; `now_ms` is monotonic. An item that was taken stays known until it is dropped or has failed.
     """
 
-    def __init__(self, retry_ms: int, retry_max_ms: int) -> None:
-        self._retry_ms = retry_ms
-        self._retry_max_ms = retry_max_ms
+    def __init__(self) -> None:
         self._ready: deque[ItemT] = deque()
         self._later: list[tuple[int, int, ItemT]] = []
         """Heap of (due, a number that ascends, item)."""
@@ -64,9 +66,7 @@ class WorkQueue(Generic[ItemT]):
         times = self._failures.get(item, 0)
         self._failures[item] = times + 1
         self._failed += 1
-        heapq.heappush(
-            self._later, (now_ms + doubled_ms(self._retry_ms, times, self._retry_max_ms), self._failed, item)
-        )
+        heapq.heappush(self._later, (now_ms + doubled_ms(RETRY_MS, times, RETRY_MAX_MS), self._failed, item))
 
     def keep_only(self, is_current: Callable[[ItemT], bool]) -> None:
         """Drop waiting items that are not current any more, so that they do not take memory for ever."""

@@ -7,9 +7,8 @@ and there is no lock that a dead reader could keep. The consistency says when a 
     strictly_at_once   each move, on the disk before the reader may pass on what it read: no record comes twice
     at_least_once      after every `persist_every` answers that were passed on; the log has the others as missing
 
-Between its move and the word that its answer was passed on, a read is *under way*. If the answer fails, or its
-frontend dies, its records are *missing*: they are read again before anything new. The log has all records under way
-as missing.
+Between its move and the word that its answer was passed on, a read is *under way*. If the answer fails, or its frontend
+dies, its records are *missing*: they are read again before anything new. The log has all records under way as missing.
 
     ├── read and passed on ──┤ missing ├── passed on ──┤ under way ├── passed on ──┤ not read yet …
                              └ the next read                                       └ front

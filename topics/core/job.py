@@ -62,8 +62,7 @@ class JobView(NamedTuple):
 @dataclass(slots=True, eq=False)
 class TrackedJob:
     """One job that is not fresh. `due_ms` (monotonic) is when its lease or delay ends, `deadline_ms` the same instant
-    on the wall clock. A job that was written with a delay has a `due_ms`, too; then `deliver_at_ms` is that
-    instant.
+    on the wall clock. A job that was written with a delay has a `due_ms`, too; then `deliver_at_ms` is that instant.
     """
 
     deliver_at_ms: int = 0

@@ -20,6 +20,10 @@ _TOPIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
 _ROUTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")
 
 
+def is_topic_name(name: str) -> bool:
+    return _TOPIC.fullmatch(name) is not None
+
+
 def check_topic_name(name: str, field: str = "topic") -> str:
     """Return the name, or raise `400 invalid_request` for its `field`. Sinks are named like topics."""
     return _check(_TOPIC, name, field, "A-Z a-z 0-9 . _ : -")
@@ -47,16 +51,16 @@ def owner_shard(name: str, shards: int) -> int:
     return xxhash.xxh3_64_intdigest(name.encode()) % shards
 
 
-SHARDS_MAX: Final = 256
+_SHARD_BITS: Final = 8
 _COUNTER_BITS: Final = 12
-_TIME_SHIFT: Final = 20
+_TIME_SHIFT: Final = _SHARD_BITS + _COUNTER_BITS
 
 
 class TopicIds:
     """Assigns the topic ids of one shard, each once."""
 
     def __init__(self, shard: int) -> None:
-        assert 0 <= shard < SHARDS_MAX
+        assert 0 <= shard < 1 << _SHARD_BITS
         self._shard = shard
         self._time_ms = 0
         self._counter = 0

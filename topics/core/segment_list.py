@@ -7,7 +7,7 @@ only below the topic's `earliest_seq`, where no record lives.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -119,6 +119,16 @@ class SegmentList:
         if start and self._rows[start - 1].last_seq >= first_seq:
             start -= 1
         return self._rows[start : bisect_right(self._first_seqs, last_seq)]
+
+    def having(self, seqs: Sequence[int]) -> Iterator[tuple[SegmentInfo, Sequence[int]]]:
+        """Yield (segment, those of these ascending seqs that it has) for each segment that has any."""
+        start = 0
+        for info in self.between(seqs[0], seqs[-1]) if seqs else ():
+            start = bisect_left(seqs, info.first_seq, start)
+            end = bisect_left(seqs, info.last_seq + 1, start)
+            if end > start:
+                yield info, seqs[start:end]
+            start = end
 
     def around(self, ts: int) -> tuple[int, SegmentInfo | None]:
         """Return (last seq of the segments that end before `ts`, 0 without any; the first segment that does not)."""

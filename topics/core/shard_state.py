@@ -24,8 +24,8 @@ from topics.core.topic import Topic
 class FoldedTopic(msgspec.Struct, array_like=True):
     """One topic. `keys` are (key, first_seq, records, ts), oldest first. `ephemeral_head_seq` is the seq of the last
     HEAD_WATERMARK (None without any), `exact_head_seq` that of the last exact one. `segments` may go beyond `head_seq`.
-    `deleted_in_ram` are deleted records that a RAM log may still have. The last three are those of
-    the topic while it is durable.
+    `deleted_in_ram` are deleted records that a RAM log may still have. The last three are those of the topic while it
+    is durable.
     """
 
     id: int

@@ -26,12 +26,11 @@ from topics.frontend.operators.frontend_pressure import FrontendPressure
 from topics.frontend.shards.arenas import Slices
 from topics.frontend.wiring import Process, build_app
 from topics.settings import Settings
-from topics.shm.control import ProcessState, Role
+from topics.shm.control import HEARTBEAT_MS, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage.borrowed import open_cold
 from topics.storage.filesystem import OsFileSystem
 
-HEARTBEAT_S: Final = 0.25
 HEADER_BYTES_MIN: Final = 64 * 1024
 
 
@@ -84,7 +83,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
         looks.beat(
             max(len(connections.open), len(connections.tasks), cell.get("sse_connections"), cell.get("long_polls"))
         )
-        loop.call_later(HEARTBEAT_S, beat)
+        loop.call_later(HEARTBEAT_MS / 1000, beat)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, frontend.access, control.header, cell).request)

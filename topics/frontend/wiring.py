@@ -129,7 +129,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     known = KnownTopics(reader, arenas, recency_writer, Recency(shared.identity, shared.frontends, shards), clock)
     hub = Hub(gateway, known, cell, running_clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
-    access = Access(keys, settings.probe_auth, limits, leadership.why_not_leader)
+    access = Access(keys, limits, leadership.why_not_leader)
     access.on_change(partial(diff.end_forbidden, access.find_key))
     pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)

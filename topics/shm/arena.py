@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from itertools import chain
 from typing import Final, NamedTuple
@@ -61,6 +61,7 @@ _COPY_WORD: Final = 8
 _COPY_WORDS: Final = 26
 _ROW_WORDS: Final = 7
 SEGMENT_ROW_BYTES: Final = _ROW_WORDS * 8
+_ATTACH_TRIES: Final = 10
 _TABLES_KEPT: Final = 1024
 """The number of topics whose tables of segments a reader keeps."""
 
@@ -152,7 +153,6 @@ class ArenaWriter:
     def __init__(self, identity: str, shard: int, generation: int) -> None:
         self._shared = SharedObject.create(shm_name(identity, "arena", shard, generation), ARENA_BYTES, _SLOTS_WORD * 8)
         self._words = self._shared.words
-        self.generation = generation
         self._slots_backed = 0
         self.heap = ArenaHeap(self._shared, _HEAP_BYTE, ARENA_BYTES)
         self._free_slots: list[int] = []
@@ -224,6 +224,19 @@ class ArenaWriter:
 def unlink_arena(identity: str, shard: int, generation: int) -> None:
     """Remove an arena's name, if there is one; readers keep their mappings."""
     unlink(shm_name(identity, "arena", shard, generation))
+
+
+def announced_arena(identity: str, shard: int, generation: Callable[[], int]) -> ArenaReader:
+    """Map the arena whose generation is announced; a new one may be announced meanwhile. Raise RuntimeError if there is
+    none.
+    """
+    for _ in range(_ATTACH_TRIES):
+        announced = generation()
+        try:
+            return ArenaReader(identity, shard, announced)
+        except FileNotFoundError:
+            continue
+    raise RuntimeError(f"index arena {announced} of shard {shard} is announced but not there")
 
 
 class ArenaReader:

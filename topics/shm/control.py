@@ -22,6 +22,8 @@ from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 192
 SHARDS_MAX: Final = 64
+HEARTBEAT_MS: Final = 250
+"""The time between two signs of life that a process gives in its cell."""
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
 VERSION: Final = 9
@@ -60,8 +62,8 @@ HEARTBEAT_STALE_MS: Final = 5_000
 """A ready process without a heartbeat for longer than this hangs."""
 
 LATENCY_BUCKETS: Final = 24
-SETTLE_TRIES_MAX: Final = 200
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
+SETTLE_TRIES_MAX: Final = 200
 
 
 def _fields(words: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
+from topics.core.names import is_topic_name
 from topics.setting_values import RefusedValueError, bucket_url
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import SegmentStore, open_store
@@ -61,7 +62,6 @@ READ_OPTIONS: Final = (
 _SINK_MAX_CHARS: Final = 255 - len(".01234567-0123-0123-0123-0123456789ab")  # the query's id comes behind it
 WRITE_OPTIONS: Final = "url token topic sink recordsPerStage recordsPerSecond"
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "path", "queryname"})
-_TOPIC: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -298,13 +298,8 @@ def _position(option: str, value: object) -> Position:
     raise OptionError(f"option {option}: {value!r} is not a position: a seq, earliest (-2) or latest (-1)")
 
 
-def valid_name(name: str) -> bool:
-    """Return whether this can be the name of a topic (api §0.3)."""
-    return _TOPIC.fullmatch(name) is not None
-
-
 def _check_topic(option: str, name: str) -> None:
-    if not valid_name(name):
+    if not is_topic_name(name):
         raise OptionError(
             f"option {option}: {name!r} is not a valid name: 1 to 255 of A-Z a-z 0-9 . _ : -, letter or digit first"
         )

@@ -23,8 +23,9 @@ from pyspark.sql.types import StructType
 
 from topics.client import Client, ClientError, NewRecord, NotFiniteError, calls
 from topics.client.calls import encode_body
+from topics.core.names import is_topic_name
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
-from topics.spark.options import OptionError, TopicsSparkError, WriteOptions, valid_name
+from topics.spark.options import OptionError, TopicsSparkError, WriteOptions
 
 _COLUMNS: Final = ("data", "topic", "tag", "node", "meta")
 _PLAIN: Final = (
@@ -74,7 +75,7 @@ class Rows:
             target = topic if topic is not None else self._topic
             if target is None:
                 raise TopicsSparkError("a row has no topic: its column topic is null and there is no option topic")
-            if topic is not None and not valid_name(topic):
+            if topic is not None and not is_topic_name(topic):
                 raise TopicsSparkError(f"a row names the topic {topic!r}, which is not a valid name")
             if data is None:
                 raise TopicsSparkError(f"a row for topic {target!r} has no data: null is not a record (try 'null')")

@@ -10,8 +10,8 @@ in other languages.
     loans/<8 digits>-…-<id>.over       that loan counts for nothing, whenever its put arrives
     drafts/<16 hex>.tmp                an object that is being made, in the folder of an archive that is one
 
-Every object is created once and never written over. So two services that ship into one generation
-cannot both succeed: the second one finds the number of its piece taken.
+Every object is created once and never written over. So two services that ship into one generation cannot both succeed:
+the second one finds the number of its piece taken.
 
 A generation, a piece, a base and a removal are laid out as
 
@@ -39,14 +39,13 @@ from xxhash import xxh3_64_intdigest
 
 from topics.storage.bucket_store import BucketStore
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import CHECKSUM_LEN, Bytes
+from topics.storage.frame import CHECKSUM, CHECKSUM_LEN, Bytes
 from topics.storage.logfile import WalPosition
 from topics.storage.segment_store import MOUNT, WHOLE_OBJECT_MS, LocalStore, SegmentStore
 
 MAGIC: Final = b"topicARC"
 VERSION: Final = 1
 _PREFIX: Final = Struct("<8sII")
-_CHECKSUM: Final = Struct("<Q")
 _GENERATIONS: Final = "generations"
 _LOANS: Final = "loans"
 _OVER: Final = ".over"
@@ -219,19 +218,19 @@ def encode(header: msgspec.Struct, payload: Iterable[Bytes] = ()) -> bytes:
     """Lay out an object."""
     head = msgspec.msgpack.encode(header)
     content = b"".join((_PREFIX.pack(MAGIC, VERSION, len(head)), head, *payload))
-    return content + _CHECKSUM.pack(xxh3_64_intdigest(content))
+    return content + CHECKSUM.pack(xxh3_64_intdigest(content))
 
 
 def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, memoryview]:
     """Return (header, payload). Raise ArchiveDamagedError with `place` for anything but a whole object of this kind."""
     view = memoryview(content)
-    if len(content) < _PREFIX.size + _CHECKSUM.size:
+    if len(content) < _PREFIX.size + CHECKSUM.size:
         raise ArchiveDamagedError(f"{place}: has only {len(content)} bytes")
     magic, version, head_len = _PREFIX.unpack_from(content)
     if magic != MAGIC:
         raise ArchiveDamagedError(f"{place}: begins with {magic!r} instead of {MAGIC!r}")
-    end = len(content) - _CHECKSUM.size
-    if _CHECKSUM.unpack_from(content, end)[0] != xxh3_64_intdigest(view[:end]):
+    end = len(content) - CHECKSUM.size
+    if CHECKSUM.unpack_from(content, end)[0] != xxh3_64_intdigest(view[:end]):
         raise ArchiveDamagedError(f"{place}: checksum does not match")
     if version != VERSION:
         raise ArchiveDamagedError(

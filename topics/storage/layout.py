@@ -136,6 +136,16 @@ def segment_paths(directory: str, first_seq: int, version: int = 0) -> dict[str,
     return {kind: f"{stem}.{kind}" for kind in ("tags", "idx", "data")}
 
 
+def object_name(topic_id: int, first_seq: int, version: int) -> str:
+    """Return the name of a segment's data in the cold tier."""
+    return segment_data_path(f"{topic_id:016x}", first_seq, version)
+
+
+def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
+    """Return the names of a segment's files in the cold tier; the data last, so a reader that finds them finds all."""
+    return list(segment_paths(f"{topic_id:016x}", first_seq, version).values())
+
+
 def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
     """Return the ids of topics that have a directory for segments, ascending."""
     names = names_in(fs, topics_dir(data_dir))

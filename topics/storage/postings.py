@@ -26,12 +26,12 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from topics.core.tags import Match
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, replace_file
+from topics.storage.frame import CHECKSUM
 from topics.storage.segment import CommittedFile, Content, CorruptFile, CorruptSegment
 
 MAGIC: Final = b"topicTAG"
 VERSION: Final = 1
 HEADER: Final = Struct("<8sIIQIIII")
-CHECKSUM: Final = Struct("<Q")
 BODY_AT: Final = HEADER.size + CHECKSUM.size
 _U32_LEN: Final = 4
 BLOCK_TAGS: Final = 128

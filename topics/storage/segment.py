@@ -38,7 +38,6 @@ between the two the index is behind the data, never before it.
 from __future__ import annotations
 
 import os
-import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -52,9 +51,14 @@ from xxhash import xxh3_64_intdigest
 from topics.core.floors import EvictReason
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_META, LOCATION_HAS_NODE, LOCATION_HAS_TAG, Bytes
-
-assert sys.byteorder == "little", "columns are read and written without a conversion"
+from topics.storage.frame import (
+    LENGTH_FIELD_LEN,
+    LOCATION_FLAGS,
+    LOCATION_HAS_META,
+    LOCATION_HAS_NODE,
+    LOCATION_HAS_TAG,
+    Bytes,
+)
 
 HEADER: Final = Struct("<IBQQHHI")
 HEADER_LEN: Final = HEADER.size
@@ -63,6 +67,7 @@ TAIL: Final = Struct("<QB")
 TAIL_LEN: Final = TAIL.size
 ENTRY: Final = Struct("<IIQB3x")
 ENTRY_LEN: Final = ENTRY.size
+ENTRY_U32: Final = ENTRY_LEN // 4
 ENTRY_FLAGS_AT: Final = 16
 DELETED: Final = 0xD5
 LOG_FRAME_EXTRA_LEN: Final = 8
@@ -72,8 +77,9 @@ CHECKED_RECORDS: Final = 1024
 CHECKED_BYTES: Final = 4 * 2**20
 """Bytes, and records, that `check_whole` reads at once: a segment may have 2 GiB."""
 
-_LENGTH_FIELD_LEN: Final = 4
 _REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
+IS_LIVE: Final = bytes(not flags & LOCATION_GONE for flags in range(256))
+"""A byte for each value of an entry's flags: 1 if the record lives."""
 KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 
 
@@ -194,7 +200,6 @@ Content: TypeAlias = Bytes | CommittedFile
 """A segment's file, in memory or to be read by slices."""
 
 
-_ENTRY_U32: Final = ENTRY_LEN // 4
 _TS_AT: Final = 8
 
 
@@ -226,14 +231,14 @@ def read_columns(idx: Content, first: int, count: int) -> Columns:
     halves = array("I")
     halves.frombytes(idx[first * ENTRY_LEN : (first + count) * ENTRY_LEN])
     ts = array("I", bytes(8 * count))
-    ts[0::2] = halves[2::_ENTRY_U32]
-    ts[1::2] = halves[3::_ENTRY_U32]
+    ts[0::2] = halves[2::ENTRY_U32]
+    ts[1::2] = halves[3::ENTRY_U32]
     return Columns(
         memoryview(ts).cast("B").cast("Q").tolist(),
-        halves[0::_ENTRY_U32].tolist(),
-        halves[1::_ENTRY_U32].tolist(),
+        halves[0::ENTRY_U32].tolist(),
+        halves[1::ENTRY_U32].tolist(),
         # With the padding, which is zeros: with other bytes there the flags differ from those of the frame.
-        halves[4::_ENTRY_U32].tolist(),
+        halves[4::ENTRY_U32].tolist(),
     )
 
 
@@ -241,7 +246,7 @@ def index_digest(idx: Content) -> int:
     """Return XXH3-64 over offset, len and ts of all entries in order: the 16 bytes of each that no deletion changes."""
     halves = array("I")
     halves.frombytes(idx[:])
-    del halves[4::_ENTRY_U32]
+    del halves[4::ENTRY_U32]
     return xxh3_64_intdigest(halves.tobytes())
 
 
@@ -346,7 +351,7 @@ def check_frames(
         raise CorruptSegment(path, base + starts[shortest], f"seq {seqs[shortest]} has a frame of {min(lengths)} bytes")
     checksums_at = [start + length - TAIL_LEN for start, length in zip(starts, lengths, strict=True)]
     bodies = [
-        buffer[start + _LENGTH_FIELD_LEN : checksum_at] for start, checksum_at in zip(starts, checksums_at, strict=True)
+        buffer[start + LENGTH_FIELD_LEN : checksum_at] for start, checksum_at in zip(starts, checksums_at, strict=True)
     ]
     digests = array("Q", map(xxh3_64_intdigest, bodies)).tobytes()
     stored = bytearray().join([buffer[at : at + TAIL_LEN] for at in checksums_at])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from enum import StrEnum
-from typing import Final
 
 import msgspec
 
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.borrowed import ColdSource
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN
+from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, IS_LIVE
 from topics.storage.segment_reader import SegmentReader
 
 
@@ -71,9 +69,6 @@ class Report(msgspec.Struct):
         self.notes.append(line)
 
 
-_LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
-
-
 class SegmentCheck:
     """Checks segments. `cold` has the data of cold segments; those that it does not have are not checked."""
 
@@ -126,9 +121,8 @@ class SegmentCheck:
             whole = whole or reader
         if is_sealed:
             self._postings(directory, whole or bare, whole is not None and is_in_time, info.version)
-        in_cold = layout.segment_data_path(_in_store(topic_id), *name)
-        if info.flags & COLD and self._cold is not None and self._cold.has(in_cold):
-            self._copies(self._cold, _in_store(topic_id), directory, name, idx)
+        if info.flags & COLD and self._cold is not None and self._cold.has(layout.object_name(topic_id, *name)):
+            self._copies(self._cold, topic_id, directory, name, idx)
         return idx
 
     def _data_places(self, topic_id: int, directory: str, info: SegmentInfo) -> list[tuple[str, str | None]]:
@@ -140,7 +134,7 @@ class SegmentCheck:
         if not info.flags & COLD:
             return [(hot_path, None)]
         places: list[tuple[str, str | None]] = [(hot_path, None)] if self._fs.exists(hot_path) else []
-        in_cold = layout.segment_data_path(_in_store(topic_id), *name)
+        in_cold = layout.object_name(topic_id, *name)
         if self._cold is None or not self._cold.has(in_cold):
             self._report.note(f"{hot_path}: is in the cold directory, which was not looked at")
         else:
@@ -181,17 +175,17 @@ class SegmentCheck:
                 reported.add(found)
         return reader if whole else None
 
-    def _copies(self, cold: ColdSource, topic: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
+    def _copies(self, cold: ColdSource, topic_id: int, directory: str, name: tuple[int, int], idx: bytes) -> None:
         """Compare the copies beside cold data with their originals, where alone deletions are marked."""
-        for kind, path_of in (
-            (FileKind.SEGMENT, layout.segment_idx_path),
-            (FileKind.POSTINGS, layout.segment_tags_path),
+        tags_name, idx_name, _ = layout.object_names(topic_id, *name)
+        for kind, in_cold, original_path in (
+            (FileKind.SEGMENT, idx_name, layout.segment_idx_path(directory, *name)),
+            (FileKind.POSTINGS, tags_name, layout.segment_tags_path(directory, *name)),
         ):
-            in_cold = path_of(topic, *name)
             path = cold.place(in_cold)
             try:
                 copy = cold.read_range(in_cold, 0, cold.len(in_cold))
-                original = idx if kind == FileKind.SEGMENT else read_all(self._fs, path_of(directory, *name))
+                original = idx if kind == FileKind.SEGMENT else read_all(self._fs, original_path)
             except FileNotFoundError as error:
                 if error.filename == path:
                     self._report.missing(kind, path)
@@ -201,7 +195,7 @@ class SegmentCheck:
                 continue
             at = _first_difference(copy, original, kind == FileKind.SEGMENT)
             if at is not None:
-                self._report.damaged(kind, path, f"is no copy of {path_of(directory, *name)}", at)
+                self._report.damaged(kind, path, f"is no copy of {original_path}", at)
 
     def _committed(
         self, path: str, length: int, what: str, is_sealed: bool, name_in_cold: str | None = None
@@ -263,14 +257,9 @@ class SegmentCheck:
                 self._report.damaged(FileKind.POSTINGS, path, reason)
 
 
-def _in_store(topic_id: int) -> str:
-    """Return what the names of a topic's objects begin with in a store."""
-    return os.path.basename(layout.topic_dir("", topic_id))
-
-
 def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int]) -> int:
     """Count the live records of an index, from `earliest_seq` on and without `deleted` ones."""
-    is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE)
+    is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(IS_LIVE)
     start = max(0, earliest_seq - first_seq)
     live = is_live.count(1, start)
     here = deleted[bisect_left(deleted, first_seq + start) : bisect_left(deleted, first_seq + len(is_live))]

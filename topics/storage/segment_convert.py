@@ -18,21 +18,13 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.location import (
-    ENTRY_WORDS,
-    LOCATION_DELETED,
-    LOCATION_GONE,
-    LOCATION_LOST,
-    flags_of,
-    lengths_of,
-    offsets_of,
-)
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST, flags_of, lengths_of, offsets_of
 from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
 from topics.storage.frame import FLAGS_AT as WAL_FLAGS_AT
 from topics.storage.frame import IDS_AT as WAL_IDS_AT
 from topics.storage.frame import LENGTH_FIELD_LEN, OVERHEAD_LEN, Bytes, checksums_of, hashed_parts
 from topics.storage.frame_columns import body_parts
-from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, KEPT_FLAGS, LOG_FRAME_EXTRA_LEN, TAIL_LEN
+from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, IS_LIVE, KEPT_FLAGS, LOG_FRAME_EXTRA_LEN, TAIL_LEN
 
 _WAL_SEQ_AT: Final = WAL_IDS_AT + 8
 _TABLE_ROWS_MIN: Final = 32
@@ -48,7 +40,6 @@ _IDX_FLAGS: Final = bytes(
     LOCATION_DELETED if flags & LOCATION_DELETED else LOCATION_LOST if flags & LOCATION_LOST else flags & KEPT_FLAGS
     for flags in range(256)
 )
-_IS_LIVE: Final = bytes(not flags & LOCATION_GONE for flags in range(256))
 _FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
 # The end of a frame and the length of the next: packing both together saves one pack and one join entry a record.
 _TAIL_AND_NEXT: Final = Struct("<QBI")
@@ -66,7 +57,7 @@ def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_
     count = len(entries) // ENTRY_WORDS
     packed = entries.tobytes()
     flags = flags_of(entries)
-    is_live = flags.translate(_IS_LIVE)
+    is_live = flags.translate(IS_LIVE)
     if 0 in is_live:
         rows = Struct(f"{ENTRY_WORDS * entries.itemsize}s" * count).unpack(packed)
         data, live_lengths = _frames(buffer, topic_id, array("Q", b"".join(compress(rows, is_live))))

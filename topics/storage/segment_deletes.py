@@ -19,10 +19,17 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, opened
 from topics.storage.frame import LENGTH_FIELD_LEN
 from topics.storage.logfile import write_fully
-from topics.storage.segment import DELETED, ENTRY_FLAGS_AT, ENTRY_LEN, HEADER_LEN, CorruptSegment, pread_fully
+from topics.storage.segment import (
+    DELETED,
+    ENTRY_FLAGS_AT,
+    ENTRY_LEN,
+    ENTRY_U32,
+    HEADER_LEN,
+    CorruptSegment,
+    pread_fully,
+)
 
 _DELETED_BYTE: Final = bytes((DELETED,))
-_ENTRY_U32: Final = ENTRY_LEN // 4
 _IDENTITY: Final = Struct("<IxQ")
 """Length and seq in a frame's first 13 bytes."""
 _WINDOW_BYTES: Final = 1 << 18
@@ -57,9 +64,9 @@ def mark_deleted(
         with memoryview(idx) as view, view.cast("I") as words:
             numbers = [seq - seqs[0] for seq in seqs]
             frames = [
-                _Frame(seqs[0] + number, words[number * _ENTRY_U32], length)
+                _Frame(seqs[0] + number, words[number * ENTRY_U32], length)
                 for number in numbers
-                if (length := words[number * _ENTRY_U32 + 1])
+                if (length := words[number * ENTRY_U32 + 1])
             ]
         for frame in frames:
             idx[(frame.seq - seqs[0]) * ENTRY_LEN + ENTRY_FLAGS_AT] |= LOCATION_DELETED

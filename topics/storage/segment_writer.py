@@ -96,9 +96,8 @@ class SegmentWriter:
         return max(fitting, 0)
 
     def append(self, buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> None:
-        """Append records of consecutive seqs, from `next_seq` on. `entries` are index entries
-        (`core/location.py`) with offsets in `buffer`, a log file with valid frames. Deleted and lost records get an
-        entry and no frame.
+        """Append records of consecutive seqs, from `next_seq` on. `entries` are index entries (`core/location.py`) with
+        offsets in `buffer`, a log file with valid frames. Deleted and lost records get an entry and no frame.
         """
         count = len(entries) // ENTRY_WORDS
         ends = (entries[0], entries[-ENTRY_WORDS]) if count else ()

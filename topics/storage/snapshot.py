@@ -23,13 +23,13 @@ from topics.core.routers import ROUTERS_SHARD
 from topics.core.shard_state import ShardState
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.frame import CHECKSUM
 from topics.storage.logfile import NotALogFile, RefusedLog, WalPosition, read_first_start
 from topics.storage.reshard import Move, NewLog
 
 MAGIC: Final = b"topicSNP"
 VERSION: Final = 1
 PREFIX: Final = Struct("<8sI4xQ")
-CHECKSUM: Final = Struct("<Q")
 HEADER_LEN: Final = PREFIX.size + CHECKSUM.size
 
 

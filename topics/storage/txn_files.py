@@ -32,12 +32,11 @@ import msgspec
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_hexdigest
 
 from topics.storage.filesystem import FileSystem, opened
-from topics.storage.frame import LaidOut, is_utf8
+from topics.storage.frame import CHECKSUM, LaidOut, is_utf8
 
 STAGE_VERSION: Final = 1
 _STAGE_HEADER: Final = Struct("<4sHHIQ")
 _STAGE_MAGIC: Final = b"TSTG"
-_CHECKSUM: Final = Struct("<Q")
 _WORD_LEN: Final = 8
 _STAGE_ID: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 _STAGE_NAME: Final = re.compile(r"([0-9a-f]{32}(?:-[0-9a-f]{16}){1,2})\.stage")
@@ -121,18 +120,18 @@ def encode_stage(topic: str, records: LaidOut) -> bytes:
             records.buffer,
         )
     )
-    return content + _CHECKSUM.pack(xxh3_64_intdigest(content))
+    return content + CHECKSUM.pack(xxh3_64_intdigest(content))
 
 
 def decode_stage(content: bytes) -> Stage:
     """Decode a whole file. Raise TxnFileDamagedError."""
     view = memoryview(content)
-    if len(content) < _STAGE_HEADER.size + _CHECKSUM.size:
+    if len(content) < _STAGE_HEADER.size + CHECKSUM.size:
         raise TxnFileDamagedError(f"it has only {len(content)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(content)
     if magic != _STAGE_MAGIC or version != STAGE_VERSION:
         raise TxnFileDamagedError(f"it begins with {magic!r}, version {version}; this release reads {STAGE_VERSION}")
-    whole_len = _STAGE_HEADER.size + name_len + count * (_WORD_LEN + 1) + frames_len + _CHECKSUM.size
+    whole_len = _STAGE_HEADER.size + name_len + count * (_WORD_LEN + 1) + frames_len + CHECKSUM.size
     if defect := _defect(content, whole_len):
         raise TxnFileDamagedError(defect)
     at = _STAGE_HEADER.size
@@ -167,8 +166,8 @@ def _defect(content: bytes, whole_len: int) -> str | None:
     """Return what is wrong with the length or the checksum of a file; None if nothing is."""
     if len(content) != whole_len:
         return f"it has {len(content)} bytes, its header says {whole_len}"
-    body, checksum = memoryview(content)[: -_CHECKSUM.size], content[-_CHECKSUM.size :]
-    return None if _CHECKSUM.pack(xxh3_64_intdigest(body)) == checksum else "its checksum is wrong"
+    body, checksum = memoryview(content)[: -CHECKSUM.size], content[-CHECKSUM.size :]
+    return None if CHECKSUM.pack(xxh3_64_intdigest(body)) == checksum else "its checksum is wrong"
 
 
 SINK_VERSION: Final = 1
@@ -203,7 +202,7 @@ def is_sink_name(name: str) -> bool:
 def encode_sink(sink: Sink) -> bytes:
     body = _encode_sink_body((sink.sink, sink.pending))
     content = _SINK_HEADER.pack(_SINK_MAGIC, SINK_VERSION, 0, len(body), sink.batch, len(sink.pending)) + body
-    return content + _CHECKSUM.pack(xxh3_64_intdigest(content))
+    return content + CHECKSUM.pack(xxh3_64_intdigest(content))
 
 
 def decode_sink_head(head: bytes) -> tuple[int, int]:
@@ -229,10 +228,10 @@ def decode_sink(content: bytes, file_name: str) -> Sink:
     """Decode a whole file. Raise TxnFileDamagedError, also if it is of another sink than its name says."""
     batch, pending_count = decode_sink_head(content)
     body_len = _SINK_HEADER.unpack_from(content)[3]
-    if defect := _defect(content, _SINK_HEADER.size + body_len + _CHECKSUM.size):
+    if defect := _defect(content, _SINK_HEADER.size + body_len + CHECKSUM.size):
         raise TxnFileDamagedError(defect)
     try:
-        name, pending = _decode_sink_body(content[_SINK_HEADER.size : -_CHECKSUM.size])
+        name, pending = _decode_sink_body(content[_SINK_HEADER.size : -CHECKSUM.size])
     except msgspec.DecodeError as error:
         raise TxnFileDamagedError(f"its body is not that of a sink: {error}") from None
     if len(pending) != pending_count:

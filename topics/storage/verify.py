@@ -54,8 +54,7 @@ class NotADataDir(Exception):  # noqa: N818 — named for what it is
 def verify(data_dir: str, progress: Callable[[int, int], None], cold_place: str | None = None) -> Report:
     """Check a data directory; `progress` gets the bytes that are done and those there are. Without `cold_place`, the
     directory or the URL where the data of cold segments are, these are not checked, and a note says so. Data that are
-    borrowed from an archive are read there.
-    Raise DataDirLocked if a service runs, NotADataDir.
+    borrowed from an archive are read there. Raise DataDirLocked if a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -15,7 +15,7 @@ from topics.core.governor import Brake
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.control import EXIT_NEXT_LIFE, EXIT_REFUSED, ProcessCell, ProcessState, Role
+from topics.shm.control import EXIT_NEXT_LIFE, EXIT_REFUSED, HEARTBEAT_MS, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.ring import Wake
@@ -31,7 +31,6 @@ from topics.walshard.setup import set_up
 from topics.walshard.shard import Shard
 from topics.walshard.shard_pressure import ShardPressure
 
-HEARTBEAT_MS: Final = 250
 BUSY_FOR_MS: Final = 0 if FENCE_IS_FULL else 50
 """Time after the last request in which the shard sleeps at most 1 ms at a time: a wake-up that is lost
 (`shm/ring.py`) costs no more than that.

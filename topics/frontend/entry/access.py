@@ -72,11 +72,7 @@ class Access:
     """The keys that this frontend accepts, and for what. With an empty ring nobody has to authenticate."""
 
     def __init__(
-        self,
-        ring: KeyRing,
-        probe_auth: bool,
-        limits: KeyLimits,
-        why_not_leader: Callable[[], TopicsError | None] = lambda: None,
+        self, ring: KeyRing, limits: KeyLimits, why_not_leader: Callable[[], TopicsError | None] = lambda: None
     ) -> None:
         """`why_not_leader` returns the error for what changes anything in a service that only reads."""
         self._ring = ring
@@ -84,7 +80,6 @@ class Access:
         self._why_not_leader = why_not_leader
         self._leads = True
         self._on_change: dict[Callable[[], None], None] = {}
-        self.probe_auth = probe_auth
 
     @property
     def on(self) -> bool:

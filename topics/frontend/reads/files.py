@@ -81,7 +81,7 @@ class OpenSegment:
         self.data_bytes = info.data_bytes
         self.idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
         self.data_path = layout.segment_data_path(directory, info.first_seq, info.version)
-        self.name = object_name(topic_id, info)
+        self.name = layout.object_name(topic_id, info.first_seq, info.version)
         self._idx = CommittedFile(self.idx_path, info.records * ENTRY_LEN)
         self._data: CommittedFile | None = None
         self.is_cold = False
@@ -220,8 +220,3 @@ class SegmentCache:
             else:
                 self._drop(key)
         del self._unswept[-_SWEEP_STEP:]
-
-
-def object_name(topic_id: int, info: SegmentInfo) -> str:
-    """Return the name of a segment's `.data` in the cold tier (`storage.segment_store`)."""
-    return layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)

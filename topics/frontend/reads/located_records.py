@@ -20,13 +20,14 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache, object_name
+from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache
 from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run, plain_json
 from topics.shm.arena import ArenaReader, TopicView
+from topics.storage import layout
+from topics.storage.frame import LENGTH_FIELD_LEN
 from topics.storage.segment import Columns
 
 _IDENTITY: Final = Struct("<I2xQQ")  # frame_len, topic_id, seq of a frame in the log
-_LENGTH_FIELD_LEN: Final = 4
 _COPY_MAX_BYTES: Final = 256 * 1024
 """Most bytes copied out of a map before they are sliced: a slice of `bytes` costs half of a slice of a map."""
 _first_seq = attrgetter("first_seq")
@@ -117,7 +118,7 @@ class LocatedRecords:
             return None
         offset, length, file_no = offset_len & 0xFFFF_FFFF, offset_len >> 32, file_flags & 0xFFFF_FFFF
         file = self._stores.logs.get(self._shard, bool(flags), file_no, offset + length)
-        if _IDENTITY.unpack_from(file, offset) != (length - _LENGTH_FIELD_LEN, view.topic_id, seq):
+        if _IDENTITY.unpack_from(file, offset) != (length - LENGTH_FIELD_LEN, view.topic_id, seq):
             raise MismatchError(f"seq {seq}, file {file_no}, offset {offset}")
         return plain_json(seq, ts, file[offset + LOG_FRAME.header_len : offset + length - LOG_FRAME.tail_len])
 
@@ -196,10 +197,11 @@ class LocatedRecords:
     def _cold_behind(self, info: SegmentInfo) -> Iterator[tuple[str, int]]:
         """Return names and sizes of the objects behind a segment's, up to the first segment that is not cold."""
         table = self._segments()
-        for number in range(bisect_right(table, info.last_seq, key=_first_seq), len(table)):
-            if not table[number].flags & COLD:
+        for at in range(bisect_right(table, info.last_seq, key=_first_seq), len(table)):
+            behind = table[at]
+            if not behind.flags & COLD:
                 return
-            yield object_name(self._view.topic_id, table[number]), table[number].data_bytes
+            yield layout.object_name(self._view.topic_id, behind.first_seq, behind.version), behind.data_bytes
 
     # -- in the log
 
@@ -240,10 +242,10 @@ class LocatedRecords:
         unpack, topic_id = _IDENTITY.unpack_from, self._view.topic_id
         if len(live) == len(ts):
             found = [unpack(buffer, start) for start in starts]
-            due = zip([n - _LENGTH_FIELD_LEN for n in lengths], repeat(topic_id), range(first_seq, first_seq + len(ts)))
+            due = zip([n - LENGTH_FIELD_LEN for n in lengths], repeat(topic_id), range(first_seq, first_seq + len(ts)))
         else:
             found = [unpack(buffer, starts[n]) for n in live]
-            due = zip([lengths[n] - _LENGTH_FIELD_LEN for n in live], repeat(topic_id), [first_seq + n for n in live])
+            due = zip([lengths[n] - LENGTH_FIELD_LEN for n in live], repeat(topic_id), [first_seq + n for n in live])
         if found != (wanted := list(due)):
             wrong = next(n for n in range(len(found)) if found[n] != wanted[n])
             raise MismatchError(f"seq {wanted[wrong][2]}, file {file_no}, offset {offsets[live[wrong]]}")

@@ -24,6 +24,7 @@ from topics.storage.frame import (
     CHECKSUM,
     CHECKSUM_LEN,
     HEADER_LEN,
+    LENGTH_FIELD_LEN,
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
     LOCATION_HAS_TAG,
@@ -35,7 +36,6 @@ _LENS: Final = Struct("<HH4x")
 _META: Final = b',"meta":{'
 _DATA_KEY_LEN: Final = len('"data":')
 _META_KEYS_LEN: Final = len('"data":,"meta":')
-_LENGTH_FIELD_LEN: Final = 4
 
 
 class CorruptRecordError(Exception):
@@ -176,7 +176,7 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
             full = True
             break
         if verify and CHECKSUM.unpack_from(buffer, start + length - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
-            buffer[start + _LENGTH_FIELD_LEN : start + length - CHECKSUM_LEN]
+            buffer[start + LENGTH_FIELD_LEN : start + length - CHECKSUM_LEN]
         ):
             if count + taken:  # the records before it are whole; it is the first of the next page
                 full = True

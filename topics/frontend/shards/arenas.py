@@ -11,13 +11,12 @@ from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
-from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.arena import ArenaReader, TopicView, announced_arena
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 
 SLICE_S: Final = 0.001
 SLICE_TOPICS: Final = 64
-_ATTACH_TRIES = 10
 
 
 class Slices:
@@ -67,7 +66,7 @@ class Arenas:
         if not generation or (reader is not None and reader.generation == generation):
             return reader if generation else None
         if self._next[shard] is None:
-            found = self._attach(shard)
+            found = announced_arena(self._identity, shard, lambda: self._cells[shard].get("generation"))
             if found.learn(SLICE_TOPICS):
                 return self._replace(shard, found)
             self._next[shard] = found
@@ -131,15 +130,6 @@ class Arenas:
             await self.renewed([shard])
             while (arena := self.of(shard)) is not None and not arena.learn(SLICE_TOPICS):
                 await slices.yield_if_over()
-
-    def _attach(self, shard: int) -> ArenaReader:
-        for _ in range(_ATTACH_TRIES):
-            generation = self._cells[shard].get("generation")
-            try:
-                return ArenaReader(self._identity, shard, generation)
-            except FileNotFoundError:
-                continue  # it was replaced again between the two lines
-        raise RuntimeError(f"index arena {generation} of shard {shard} is announced but not there")
 
     def _replace(self, shard: int, reader: ArenaReader) -> ArenaReader:
         retired = self._retired[shard]

@@ -124,7 +124,6 @@ class Draft:
         ram: Iterable[LogWrite] = (),
         touched: Iterable[Hosted] = (),
         *,
-        made: Iterable[Hosted] = (),
         deleted: Iterable[Hosted] = (),
         floors_of: Iterable[int] = (),
         reply: Message | None = None,
@@ -135,7 +134,7 @@ class Draft:
         self.floors_of = set(floors_of)
         self.reply = reply
         """Reply of the request that the draft carries out, for a draft of one request."""
-        self.made = {hosted.topic.name: hosted for hosted in made} if made else {}
+        self.made: dict[str, Hosted] = {}
         """Topics whose creation is among the durable writes, by name."""
         self.deleted = list(deleted)
         """Topics whose end is among the durable writes."""

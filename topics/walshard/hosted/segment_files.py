@@ -26,6 +26,8 @@ from topics.storage.segment import (
     ENTRY,
     ENTRY_FLAGS_AT,
     ENTRY_LEN,
+    ENTRY_U32,
+    IS_LIVE,
     LOG_FRAME_EXTRA_LEN,
     CommittedFile,
     CorruptSegment,
@@ -45,9 +47,7 @@ _WAIT_MAX: Final = 64
 """Calls of `mark_again` before the next try, at most, where a try is not likely to help."""
 _FOR_NOW: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 """Errors of the process, not of a file."""
-_ENTRY_U32: Final = ENTRY_LEN // 4
 _DELETED_TABLE: Final = bytes(1 if flags & LOCATION_DELETED else 0 for flags in range(256))
-_LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
 
 
 class SegmentKey(NamedTuple):
@@ -142,10 +142,10 @@ class SegmentFiles:
         first = seqs[0]
         unmarked = set(self._unmarked_between(topic_id, info, first, seqs[-1]))
         with memoryview(self._part(topic_id, info, first, seqs[-1])).cast("I") as words:
-            live = [seq for seq in seqs if not words[(seq - first) * _ENTRY_U32 + 4] & LOCATION_GONE]
+            live = [seq for seq in seqs if not words[(seq - first) * ENTRY_U32 + 4] & LOCATION_GONE]
             if unmarked:
                 live = [seq for seq in live if seq not in unmarked]
-            size_bytes = sum([words[(seq - first) * _ENTRY_U32 + 1] for seq in live])
+            size_bytes = sum([words[(seq - first) * ENTRY_U32 + 1] for seq in live])
         return live, size_bytes + len(live) * LOG_FRAME_EXTRA_LEN
 
     def is_all_deleted(self, topic_id: int, info: SegmentInfo) -> bool:
@@ -332,7 +332,7 @@ def _later(info: SegmentInfo, seqs: Sequence[int], before: _Due | None) -> _Due:
 
 def _live_size(part: bytes, first_seq: int, unmarked: list[int], data_bytes: int | None) -> tuple[int, int]:
     """Return (records, bytes) that live in index entries from `first_seq` on; `data_bytes` are those of a whole one."""
-    live = bytearray(part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE))
+    live = bytearray(part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(IS_LIVE))
     for seq in unmarked:
         live[seq - first_seq] = 0
     records = live.count(1)

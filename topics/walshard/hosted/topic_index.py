@@ -192,7 +192,7 @@ class TopicIndex:
 
     def flag_moved(self, seqs: Sequence[int]) -> None:
         """Mark deleted records (ascending seqs) in the segments that have them by now, whatever was marked before."""
-        for info, part in self._in_segments(seqs):
+        for info, part in self.segments.having(seqs):
             self._files.mark(self.topic_id, info, part)
 
     def drop_before(self, seq: int) -> None:
@@ -216,15 +216,6 @@ class TopicIndex:
         place in the log, and may lack records whose deletion comes later in the log.
         """
         in_ring = bisect_left(seqs, self.ring.base_seq)
-        yield from self._in_segments(seqs[:in_ring])
+        yield from self.segments.having(seqs[:in_ring])
         if in_ring < len(seqs):
             yield None, seqs[in_ring:]
-
-    def _in_segments(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo, Sequence[int]]]:
-        start = 0
-        for info in self.segments.between(seqs[0], seqs[-1]) if seqs else ():
-            start = bisect_left(seqs, info.first_seq, start)
-            end = bisect_left(seqs, info.last_seq + 1, start)
-            if end > start:
-                yield info, seqs[start:end]
-            start = end
