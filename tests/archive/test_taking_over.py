@@ -11,7 +11,7 @@ import pytest
 
 from tests.archive.follower_rig import FollowerRig
 from tests.archive.services import read, restored, run
-from tests.archive.test_archiver import archiver, shipping
+from tests.archive.test_archiver import archiver, shipped, shipping
 from tests.archive.test_borrowing import ship
 from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
@@ -66,6 +66,24 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
         assert read(again.client, "bank")[0] == acknowledged
     with restored(place, tmp_path / "again") as again:
         assert read(again.client, "bank")[0] == acknowledged
+
+
+def test_a_service_that_was_restored_is_not_told_that_it_was_taken_over_from(tmp_path: Path) -> None:
+    """With the settings of the lost one it took no write at all: the archive says that somebody took over, itself."""
+    place = tmp_path / "archive"
+    with Service(env=shipping(place)) as former:
+        write(former.client, "orders", 1)
+        shipped(former)
+        former.kill_group()
+        with restored(place, tmp_path / "new", "--take-over", env=shipping(place)) as new:
+            poll("a failure", lambda: archiver(new)["failures"] > 0)
+            assert not archiver(new)["taken_over"]
+            write(new.client, "orders", 2)
+            told = [line["reason"] for line in new.said() if line["role"] == "archiver" and "reason" in line]
+            assert "give each service a place of its own" in told[0]
+            assert "give each service a place of its own" in new.run("check", "--json").stdout
+        former.start()
+        poll("the former one notices", lambda: archiver(former)["taken_over"])
 
 
 def test_there_is_nothing_to_take_over(tmp_path: Path) -> None:
