@@ -12,7 +12,7 @@ from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
 from topics.archive.ownership import OtherShipperError, TakenOverError
 from topics.archive.shipping import PIECE_BYTES, NoMomentError, Shipped, Shipper
-from topics.core.clock import Clock, doubled_ms
+from topics.core.clock import Clock, ExpiryClock, doubled_ms
 from topics.log import get_logger
 from topics.shm.control import ControlPage, Role, log_bytes
 from topics.shm.ring import Wake
@@ -83,6 +83,8 @@ class Archiver:
         self._shard_wakes = shard_wakes
         self._plan = plan
         self._clock = clock
+        # A clock that was put forward must not have history removed, as it has nothing expire.
+        self._expiry = ExpiryClock(clock, log.warning, page.trusted_offset_ms(Role.WALSHARD, 0))
         self._helpers = helpers
         self._shipper: Shipper | None = None
         self._failures = 0
@@ -140,6 +142,7 @@ class Archiver:
 
     def _ship(self, shipper: Shipper) -> None:
         """Ship a moment, and take the next step of a base."""
+        self._prune()  # first: an archive whose disk is full takes nothing
         began_ms, self._noted_bytes = self._clock.monotonic_ms(), self._log_bytes
         try:
             shipped = shipper.ship(self._plan.gives_signs and began_ms - self._shipped_ms >= LEADER_SIGN_MS)
@@ -151,7 +154,6 @@ class Archiver:
         self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
         self._tend_base(shipper)
-        self._prune()
 
     def _note(self, shipper: Shipper, shipped: Shipped) -> None:
         """Show how far the archive is, once a restore can get there."""
@@ -166,7 +168,7 @@ class Archiver:
             return
         if shipped.piece != counted.piece:
             cell.add("moments")
-        cell.set("moment_ms", shipped.taken_ms)
+        cell.set("moment_ms", min(shipped.taken_ms, self._clock.now_ms()))  # times of moments never go back
         for shard, end in enumerate(shipper.ends):
             if cell.get(f"shipped_{shard:02d}") != end.word:
                 cell.set(f"shipped_{shard:02d}", end.word)
@@ -235,11 +237,11 @@ class Archiver:
 
     def _prune(self) -> None:
         """Have removed what only moments before the history that is kept need, once in PRUNE_MS."""
-        now_ms = self._clock.monotonic_ms()
+        now_ms, trusted_ms = self._clock.monotonic_ms(), self._expiry.now_ms()
         if not self._plan.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
             return
         self._prune_not_before_ms = now_ms + PRUNE_MS
-        before_ms = self._clock.now_ms() - self._plan.keep_ms
+        before_ms = trusted_ms - self._plan.keep_ms
         self._helpers.submit(self._prune_before, before_ms)
 
     def _prune_before(self, before_ms: int) -> None:
