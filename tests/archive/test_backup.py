@@ -193,6 +193,9 @@ def test_segments_in_the_cold_tier_are_copied_too(tmp_path: Path) -> None:
         expected = read(service.client, "orders")[0]
         missing = run("backup", "--data-dir", service.data_dir, "--to", place, code=1)
         assert "name it (--cold-dir, --cold-url)" in missing
+        wrong = run("backup", "--data-dir", service.data_dir, "--to", place, "--cold-dir", tmp_path / "wrong", code=1)
+        assert f"{tmp_path}/wrong/topics/" in wrong, "it told to write less"
+        assert "the newest snapshot lists it" in wrong
         backup(service, place, "--cold-dir", tmp_path / "cold")
     (tmp_path / "cold").rename(tmp_path / "lost")
     with restored(place, tmp_path / "restored") as other:

@@ -7,10 +7,12 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from structlog.testing import capture_logs
 
 from tests.archive.archiving import SHARDS, STEPS, Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
@@ -314,6 +316,26 @@ def test_a_clock_that_was_put_back_hides_no_lag(service: Archiving) -> None:
     service.ship(0)
     assert page.archive_lag_ms(clock.now_ms()) >= 60_000
     service.partition(away=False)
+
+
+def test_a_segment_that_is_missing_is_told_and_keeps_no_moment_back(service: Archiving) -> None:
+    """The base was tried again at once, without a word and without an end: each time all that could be read was."""
+    service.append("a", 12, "disk")
+    service.cut()
+    data = sorted(Path(service.leader.data_dir).rglob("*.data"))[0]
+    data.rename(away := data.with_suffix(".away"))
+    with capture_logs() as logs:
+        for _ in range(30):
+            service.ship(0)
+    told = [line["reason"] for line in logs if "no base" in line["event"]]
+    assert len(told) == 1
+    assert f"{data}: was replaced or removed, and the newest snapshot lists it" in told[0]
+    assert not service.archive.bases(1)
+    away.rename(data)
+    service.leader.rig.clock.ms += archiver.BASE_RETRY_MS
+    for _ in range(3):
+        service.ship(0)
+    assert service.archive.bases(1)
 
 
 def test_a_follower_does_not_lead_with_what_its_leader_lost_and_wrote_anew(service: Archiving) -> None:

@@ -38,12 +38,15 @@ BASE_MS: Final = 86_400_000
 """The age of a base that makes the next one due if anything was shipped since: what was deleted leaves the archive with
 the last base that has it.
 """
+BASE_RETRY_MS: Final = 60_000
+"""The pause before the next base where a segment's file is damaged or missing: each try reads the others again."""
 PRUNE_MS: Final = 3_600_000
 LEADER_SIGN_MS: Final = 2_000
 
 log = get_logger()
 
 _FAILURES: Final = (OSError, EOFError, RefusedLog, OtherShipperError, ArchiveDamagedError)
+_NOT_SHIPPED: Final = "the archive cannot be written now, which will be repeated; the logs are kept"
 
 
 class ArchiverPlan(NamedTuple):
@@ -89,7 +92,7 @@ class Archiver:
         self._shipper: Shipper | None = None
         self._failures = 0
         self._underway: _BaseUnderway | None = None
-        self._prune_not_before_ms = 0
+        self._base_not_before_ms = self._prune_not_before_ms = 0
         self._shipped_ms = 0
         """Monotonic time of the last piece."""
         self._counted = Shipped(0, 0, 0, 0)
@@ -212,6 +215,10 @@ class Archiver:
         if not work.done():
             return
         self._underway = None
+        if isinstance(error := work.exception(), FileNotFoundError | EOFError):
+            self._base_not_before_ms = self._clock.monotonic_ms() + BASE_RETRY_MS
+            self._tell(error, "no base can be made now, which will be repeated; moments are shipped")
+            return
         try:
             work.result()
             shipped = shipper.end_base(files)
@@ -223,6 +230,8 @@ class Archiver:
         self._bytes_behind_base = 0
 
     def _is_base_due(self, shipper: Shipper) -> bool:
+        if self._clock.monotonic_ms() < self._base_not_before_ms:
+            return False
         base = shipper.last_base
         if base is None or not shipper.is_based:
             return True
@@ -254,9 +263,9 @@ class Archiver:
 
     # -- failures
 
-    def _tell(self, error: Exception) -> None:
+    def _tell(self, error: Exception, what: str = _NOT_SHIPPED) -> None:
         """Count a failure, and log it unless it is the same again."""
         self._cell.add("failures")
         if str(error) != self._told:
             self._told = str(error)
-            log.error("the archive cannot be written now, which will be repeated; the logs are kept", reason=self._told)
+            log.error(what, reason=self._told)
