@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tests.cases import case
 from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from topics.storage.archive_objects import open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.frame import Bytes
 from topics.storage.segment_store import LocalStore
 
 NAME = f"{7:016x}/seg-{1:020d}.data"
@@ -197,6 +198,17 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
     assert first.read_range("g/1", 0, 6) == b"second"
     assert first.list("g/") == ["g/1"]
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """`topics restore: No space left on device` did not say on which of two disks."""
+
+    class Full(OsFileSystem):
+        def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=r"No space left on device: .*/a/drafts/"):
+        LocalStore(Full(), str(tmp_path / "a")).create("g/1", b"first")
 
 
 @pytest.mark.parametrize("call", ["mkdir", "open"])
