@@ -22,6 +22,10 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note, write_note
 
 
+def no_leader(url: str, ends: object) -> bytes | None:
+    raise OSError("there is no leader")
+
+
 @pytest.mark.long
 def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: Path) -> None:
     place = tmp_path / "archive"
@@ -91,6 +95,29 @@ def test_there_is_nothing_to_take_over(tmp_path: Path) -> None:
     assert not (tmp_path / "archive").exists()
 
 
+def test_a_leader_whose_clock_is_ahead_hides_no_lag(tmp_path: Path) -> None:
+    """Its moments were newer than any time here: a follower that heard nothing for minutes was up to date."""
+    place = tmp_path / "archive"
+    leader = Rig(str(tmp_path / "leader"))
+    leader.clock.skew_ms = 600_000
+    leader.append("t", b"1")
+    archive = Archive(open_archive(OsFileSystem(), str(place)))
+    ship(leader, archive)
+    os.mkdir(data_dir := str(tmp_path / "follower"))
+    rig = FollowerRig(data_dir, 1, archive, TestClock(), no_leader)
+    try:
+        for _ in range(4):
+            rig.advance()
+        assert rig.shown
+        (place / "archive").rename(tmp_path / "away")
+        rig.clock.ms += 60_000
+        rig.advance()
+        assert rig.shared.control.follow_lag_ms(rig.clock.now_ms()) >= 60_000
+    finally:
+        rig.close()
+        leader.close()
+
+
 @pytest.mark.parametrize("has_folder", [False, True])
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path, has_folder: bool, begins: bool) -> None:
@@ -102,13 +129,9 @@ def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path, has
     leader.append("t", b"1", b"2")
     archive = Archive(open_archive(fs, str(tmp_path / "archive")))
     ship(leader, archive)
-
-    def tell(url: str, ends: object) -> bytes | None:
-        raise OSError("there is no leader")
-
     data_dir = str(tmp_path / "follower")
     os.mkdir(data_dir)
-    rig = FollowerRig(data_dir, 1, archive, TestClock(), tell)
+    rig = FollowerRig(data_dir, 1, archive, TestClock(), no_leader)
     try:
         for _ in range(4):
             rig.advance()
