@@ -14,6 +14,9 @@ from tests.buckets import Fault, Proxy
 from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
+from topics.archive.backing_up import backup as make_backup
+from topics.archive.shipping import NoMomentError
+from topics.core.clock import SystemClock
 from topics.storage.archive_objects import loan_name
 from topics.storage.borrowed import BorrowedNote, write_borrowed
 from topics.storage.filesystem import OsFileSystem
@@ -96,6 +99,16 @@ def test_a_warning_of_a_restore_is_not_in_its_json(tmp_path: Path) -> None:
 def test_a_place_without_an_archive_is_not_pruned(tmp_path: Path) -> None:
     """A misspelled place was reported as pruned, every night."""
     assert "there is no archive here" in run("archive", "prune", tmp_path / "typo", "--keep", "7d", code=2)
+
+
+def test_a_service_in_a_container_is_not_backed_up_from_outside(tmp_path: Path) -> None:
+    """It was said to start or to stop, each time. Its lock is seen outside, and its shared memory is not."""
+    lock = DataDirLock.acquire(str(tmp_path))
+    try:
+        with pytest.raises(NoMomentError, match="is in a container"):
+            make_backup(OsFileSystem(), str(tmp_path), f"{tmp_path}/to", None, SystemClock(), 0, lambda *_: None)
+    finally:
+        lock.release()
 
 
 def test_a_killed_service_is_backed_up_and_restored(tmp_path: Path) -> None:
@@ -193,6 +206,9 @@ def test_segments_in_the_cold_tier_are_copied_too(tmp_path: Path) -> None:
         expected = read(service.client, "orders")[0]
         missing = run("backup", "--data-dir", service.data_dir, "--to", place, code=1)
         assert "name it (--cold-dir, --cold-url)" in missing
+        wrong = run("backup", "--data-dir", service.data_dir, "--to", place, "--cold-dir", tmp_path / "wrong", code=1)
+        assert f"{tmp_path}/wrong/topics/" in wrong, "it told to write less"
+        assert "the newest snapshot lists it" in wrong
         backup(service, place, "--cold-dir", tmp_path / "cold")
     (tmp_path / "cold").rename(tmp_path / "lost")
     with restored(place, tmp_path / "restored") as other:

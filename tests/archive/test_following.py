@@ -23,6 +23,8 @@ from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 
+ABOUT = ("archive", "followed archive", "data format")
+"""Beginnings of what a check says."""
 SOON = ("from topics.archive import archiver, follow_main", "archiver.BASE_PIECES = 4", "follow_main.LOOK_MS = 100")
 
 
@@ -396,15 +398,19 @@ def test_the_check_says_whose_the_archive_is(tmp_path: Path) -> None:
     def problems(service: Service, **env: str) -> str:
         done = service.run("check", "--json", env=env)
         assert done.stdout, done.stderr
-        return "; ".join(problem or "fine" for subject, problem in json.loads(done.stdout) if "archive" in subject)
+        told = [problem or "fine" for subject, problem in json.loads(done.stdout) if subject.startswith(ABOUT)]
+        return "; ".join(dict.fromkeys(told))
 
     with leading(place) as leader, Service(env=following(place)) as follower:
         poll("a copy", lambda: "the service is copied" in follower.log_tail())
         assert problems(leader) == problems(follower) == "fine"
         assert "set TOPICS_WAL_SHARDS=2" in problems(follower, TOPICS_WAL_SHARDS="3")
         assert "is a copy of the service in" in problems(follower, TOPICS_FOLLOW=empty.as_uri())
+        del follower.env["TOPICS_FOLLOW"]
+        assert "start it with --follow" in problems(follower), "a start is refused, and nothing was found wrong"
+        follower.env["TOPICS_FOLLOW"] = place.as_uri()
         with Service() as other:
-            assert "name an empty directory" in problems(other, TOPICS_FOLLOW=place.as_uri())
+            assert "give --follow an empty directory" in problems(other, TOPICS_FOLLOW=place.as_uri())
             assert "give each service a place of its own" in problems(other, TOPICS_ARCHIVE_URL=place.as_uri())
             new = str(tmp_path / "new")
             assert "has no base yet" in problems(other, TOPICS_DATA_DIR=new, TOPICS_FOLLOW=empty.as_uri())

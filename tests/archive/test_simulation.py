@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from structlog.testing import capture_logs
 
 from tests.archive.archiving import SHARDS, STEPS, Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
@@ -20,6 +24,7 @@ from topics.archive import archiver, follow_main, shipping
 from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
+from topics.shm.control import Role
 from topics.storage.archive_objects import Archive, Piece, decode, piece_name
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
@@ -242,6 +247,95 @@ def test_what_was_deleted_leaves_the_archive_with_the_history_that_is_kept(servi
             service.ship(0)
     assert not any(secret in body for body in service.bucket.objects.values())
     service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_clock_that_was_put_forward_prunes_nothing(service: Archiving, dies: bool) -> None:
+    """A machine that came up in another year, before its clock was set right, removed all but the last moment."""
+    service.world.keep_ms = 7 * archiver.BASE_MS
+    service.archiver_dies(0)
+    clock, page = service.leader.rig.clock, service.leader.rig.shared.control
+    for _ in range(2):
+        service.append("a", 3, "disk")
+        for _ in range(3):
+            service.ship(0)
+        clock.ms += archiver.BASE_MS
+    for shard in service.leader.rig.shards:
+        shard.sweep()
+    bases = service.archive.bases(1)
+    assert len(bases) > 1
+    clock.skew_ms = 365 * archiver.BASE_MS
+    if dies:
+        service.archiver_dies(0)
+    for _ in range(3):
+        service.ship(0)
+    assert service.archive.bases(1)[: len(bases)] == bases
+    assert page.cell(Role.ARCHIVER, 0).get("failures") == 0
+    clock.skew_ms = 0
+
+
+def test_an_archive_whose_disk_is_full_is_pruned(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was pruned behind a moment that was shipped, of which there was none any more."""
+    service.world.keep_ms = archiver.BASE_MS
+    service.archiver_dies(0)
+    for _ in range(2):
+        service.append("a", 3, "disk")
+        service.cut()
+        for _ in range(3):
+            service.ship(0)
+        service.leader.rig.clock.ms += archiver.BASE_MS
+    bases, create = service.archive.bases(1), service.leader.bucket.create
+    assert len(bases) > 1
+
+    def full(name: str, content: bytes) -> bool:
+        if ".pieces/" in name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        return create(name, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.leader.bucket, "create", full)
+        service.append("a", 1, "disk")
+        for _ in range(3):
+            service.ship(0)
+    assert service.archive.bases(1)[0] > bases[0]
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+def test_a_clock_that_was_put_back_hides_no_lag(service: Archiving) -> None:
+    """The newest moment bore a later time, so the archive counted as up to date, and no alert told that it was away."""
+    clock, page = service.leader.rig.clock, service.leader.rig.shared.control
+    clock.skew_ms = archiver.BASE_MS
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    clock.skew_ms = 0
+    service.ship(0)
+    service.partition(away=True)
+    service.append("a", 1, "disk")
+    clock.ms += 60_000
+    service.ship(0)
+    assert page.archive_lag_ms(clock.now_ms()) >= 60_000
+    service.partition(away=False)
+
+
+def test_a_segment_that_is_missing_is_told_and_keeps_no_moment_back(service: Archiving) -> None:
+    """The base was tried again at once, without a word and without an end: each time all that could be read was."""
+    service.append("a", 12, "disk")
+    service.cut()
+    data = sorted(Path(service.leader.data_dir).rglob("*.data"))[0]
+    data.rename(away := data.with_suffix(".away"))
+    with capture_logs() as logs:
+        for _ in range(30):
+            service.ship(0)
+    told = [line["reason"] for line in logs if "no base" in line["event"]]
+    assert len(told) == 1
+    assert f"{data}: was replaced or removed, and the newest snapshot lists it" in told[0]
+    assert not service.archive.bases(1)
+    away.rename(data)
+    service.leader.rig.clock.ms += archiver.BASE_RETRY_MS
+    for _ in range(3):
+        service.ship(0)
+    assert service.archive.bases(1)
 
 
 def test_a_follower_does_not_lead_with_what_its_leader_lost_and_wrote_anew(service: Archiving) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.archive.follower_rig import FollowerRig
 from tests.archive.services import read, restored, run
-from tests.archive.test_archiver import archiver, shipping
+from tests.archive.test_archiver import archiver, shipped, shipping
 from tests.archive.test_borrowing import ship
 from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
@@ -20,6 +20,10 @@ from tests.walshard.rig import Rig, TestClock
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note, write_note
+
+
+def no_leader(url: str, ends: object) -> bytes | None:
+    raise OSError("there is no leader")
 
 
 @pytest.mark.long
@@ -68,9 +72,50 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
         assert read(again.client, "bank")[0] == acknowledged
 
 
+def test_a_service_that_was_restored_is_not_told_that_it_was_taken_over_from(tmp_path: Path) -> None:
+    """With the settings of the lost one it took no write at all: the archive says that somebody took over, itself."""
+    place = tmp_path / "archive"
+    with Service(env=shipping(place)) as former:
+        write(former.client, "orders", 1)
+        shipped(former)
+        former.kill_group()
+        with restored(place, tmp_path / "new", "--take-over", env=shipping(place)) as new:
+            poll("a failure", lambda: archiver(new)["failures"] > 0)
+            assert not archiver(new)["taken_over"]
+            write(new.client, "orders", 2)
+            told = [line["reason"] for line in new.said() if line["role"] == "archiver" and "reason" in line]
+            assert "give each service a place of its own" in told[0]
+            assert "give each service a place of its own" in new.run("check", "--json").stdout
+        former.start()
+        poll("the former one notices", lambda: archiver(former)["taken_over"])
+
+
 def test_there_is_nothing_to_take_over(tmp_path: Path) -> None:
     assert "no archive here" in run("restore", tmp_path, "--data-dir", tmp_path / "new", "--take-over", code=2)
     assert not (tmp_path / "archive").exists()
+
+
+def test_a_leader_whose_clock_is_ahead_hides_no_lag(tmp_path: Path) -> None:
+    """Its moments were newer than any time here: a follower that heard nothing for minutes was up to date."""
+    place = tmp_path / "archive"
+    leader = Rig(str(tmp_path / "leader"))
+    leader.clock.skew_ms = 600_000
+    leader.append("t", b"1")
+    archive = Archive(open_archive(OsFileSystem(), str(place)))
+    ship(leader, archive)
+    os.mkdir(data_dir := str(tmp_path / "follower"))
+    rig = FollowerRig(data_dir, 1, archive, TestClock(), no_leader)
+    try:
+        for _ in range(4):
+            rig.advance()
+        assert rig.shown
+        (place / "archive").rename(tmp_path / "away")
+        rig.clock.ms += 60_000
+        rig.advance()
+        assert rig.shared.control.follow_lag_ms(rig.clock.now_ms()) >= 60_000
+    finally:
+        rig.close()
+        leader.close()
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
@@ -84,13 +129,9 @@ def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path, has
     leader.append("t", b"1", b"2")
     archive = Archive(open_archive(fs, str(tmp_path / "archive")))
     ship(leader, archive)
-
-    def tell(url: str, ends: object) -> bytes | None:
-        raise OSError("there is no leader")
-
     data_dir = str(tmp_path / "follower")
     os.mkdir(data_dir)
-    rig = FollowerRig(data_dir, 1, archive, TestClock(), tell)
+    rig = FollowerRig(data_dir, 1, archive, TestClock(), no_leader)
     try:
         for _ in range(4):
             rig.advance()

@@ -111,3 +111,19 @@ def test_a_url_with_credentials_is_refused_and_not_repeated(arguments: list[str]
     said = capsys.readouterr().err
     assert "has credentials or options in the URL" in said
     assert "secret" not in said
+
+
+def test_a_file_url_with_two_slashes_is_no_place(tmp_path: Path, capsys: Capture) -> None:
+    """`--to file://mnt/backup` wrote to `/backup`, and said that it had."""
+    with pytest.raises(SystemExit) as ended:
+        main(["backup", "--data-dir", str(tmp_path), "--to", f"file:/{tmp_path}"])
+    assert ended.value.code == 2
+    assert "or file:///directory" in capsys.readouterr().err
+
+
+def test_a_time_without_a_unit_prunes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    """`--keep 7` was seven milliseconds."""
+    with pytest.raises(SystemExit) as ended:
+        main(["archive", "prune", str(tmp_path), "--keep", "7"])
+    assert ended.value.code == 2
+    assert "'7' is no duration: write 7d" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,10 +15,12 @@ from tests.cases import case
 from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from topics.storage.archive_objects import open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.frame import Bytes
 from topics.storage.segment_store import LocalStore
 
 NAME = f"{7:016x}/seg-{1:020d}.data"
 OTHER = f"{7:016x}/seg-{11:020d}.data"
+OTHER_USER = 65534
 CALLS_OF_A_PUT = ["mkdir", "fsync_dir"] * 2 + ["open", "pwritev", "pwritev", "fdatasync", "rename"] + ["fsync_dir"] * 3
 
 
@@ -197,6 +199,41 @@ def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> No
     assert first.read_range("g/1", 0, 6) == b"second"
     assert first.list("g/") == ["g/1"]
     assert len(list((tmp_path / "a" / "g").iterdir())) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a directory of another user")
+def test_what_root_creates_is_of_the_user_of_the_folder(tmp_path: Path) -> None:
+    """A `restore --take-over` by root: the former service could not read that it was taken over from. By the loan of
+    any restore its archiver could prune nothing.
+    """
+    os.chown(tmp_path, OTHER_USER, OTHER_USER)
+    store = LocalStore(OsFileSystem(), str(tmp_path / "archive"))
+    assert store.create("g/1", b"first")
+    made = [tmp_path / "archive", *(tmp_path / "archive").rglob("*")]
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in made} == {(OTHER_USER, OTHER_USER)}
+    assert len(made) == 4
+
+
+def test_what_cannot_be_looked_for_is_not_missing(tmp_path: Path) -> None:
+    """So a follower in trouble took its leader's generation for pruned, and gave up its copy."""
+    store = LocalStore(OsFileSystem(), str(tmp_path / "a"))
+    store.create("g/1", b"first")
+    assert [store.exists(name) for name in ("g/1", "g/2", "h/1", "g/1/2")] == [True, False, False, False]
+    (tmp_path / "a/g").rename(tmp_path / "a/away")
+    (tmp_path / "a/g").symlink_to("g")
+    with pytest.raises(OSError, match=r"symbolic links: .*/a/g/1"):
+        store.exists("g/1")
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """`topics restore: No space left on device` did not say on which of two disks."""
+
+    class Full(OsFileSystem):
+        def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=r"No space left on device: .*/a/drafts/"):
+        LocalStore(Full(), str(tmp_path / "a")).create("g/1", b"first")
 
 
 @pytest.mark.parametrize("call", ["mkdir", "open"])

@@ -12,7 +12,7 @@ from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
 from topics.archive.ownership import OtherShipperError, TakenOverError
 from topics.archive.shipping import PIECE_BYTES, NoMomentError, Shipped, Shipper
-from topics.core.clock import Clock, doubled_ms
+from topics.core.clock import Clock, ExpiryClock, doubled_ms
 from topics.log import get_logger
 from topics.shm.control import ControlPage, Role, log_bytes
 from topics.shm.ring import Wake
@@ -38,12 +38,15 @@ BASE_MS: Final = 86_400_000
 """The age of a base that makes the next one due if anything was shipped since: what was deleted leaves the archive with
 the last base that has it.
 """
+BASE_RETRY_MS: Final = 60_000
+"""The pause before the next base where a segment's file is damaged or missing: each try reads the others again."""
 PRUNE_MS: Final = 3_600_000
 LEADER_SIGN_MS: Final = 2_000
 
 log = get_logger()
 
 _FAILURES: Final = (OSError, EOFError, RefusedLog, OtherShipperError, ArchiveDamagedError)
+_NOT_SHIPPED: Final = "the archive cannot be written now, which will be repeated; the logs are kept"
 
 
 class ArchiverPlan(NamedTuple):
@@ -82,11 +85,13 @@ class Archiver:
         self._shard_wakes = shard_wakes
         self._plan = plan
         self._clock = clock
+        # A clock that was put forward must not have history removed, as it has nothing expire.
+        self._expiry = ExpiryClock(clock, log.warning, page.trusted_offset_ms(Role.WALSHARD, 0))
         self._helpers = helpers
         self._shipper: Shipper | None = None
         self._failures = 0
         self._underway: _BaseUnderway | None = None
-        self._prune_not_before_ms = 0
+        self._base_not_before_ms = self._prune_not_before_ms = 0
         self._shipped_ms = 0
         """Monotonic time of the last piece."""
         self._counted = Shipped(0, 0, 0, 0)
@@ -139,6 +144,7 @@ class Archiver:
 
     def _ship(self, shipper: Shipper) -> None:
         """Ship a moment, and take the next step of a base."""
+        self._prune()  # first: an archive whose disk is full takes nothing
         began_ms, self._noted_bytes = self._clock.monotonic_ms(), self._log_bytes
         try:
             shipped = shipper.ship(self._plan.gives_signs and began_ms - self._shipped_ms >= LEADER_SIGN_MS)
@@ -150,7 +156,6 @@ class Archiver:
         self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
         self._tend_base(shipper)
-        self._prune()
 
     def _note(self, shipper: Shipper, shipped: Shipped) -> None:
         """Show how far the archive is, once a restore can get there."""
@@ -165,7 +170,7 @@ class Archiver:
             return
         if shipped.piece != counted.piece:
             cell.add("moments")
-        cell.set("moment_ms", shipped.taken_ms)
+        cell.set("moment_ms", min(shipped.taken_ms, self._clock.now_ms()))  # times of moments never go back
         for shard, end in enumerate(shipper.ends):
             if cell.get(f"shipped_{shard:02d}") != end.word:
                 cell.set(f"shipped_{shard:02d}", end.word)
@@ -209,6 +214,10 @@ class Archiver:
         if not work.done():
             return
         self._underway = None
+        if isinstance(error := work.exception(), FileNotFoundError | EOFError):
+            self._base_not_before_ms = self._clock.monotonic_ms() + BASE_RETRY_MS
+            self._tell(error, "no base can be made now, which will be repeated; moments are shipped")
+            return
         try:
             work.result()
             shipped = shipper.end_base(files)
@@ -220,6 +229,8 @@ class Archiver:
         self._bytes_behind_base = 0
 
     def _is_base_due(self, shipper: Shipper) -> bool:
+        if self._clock.monotonic_ms() < self._base_not_before_ms:
+            return False
         base = shipper.last_base
         if base is None or not shipper.is_based:
             return True
@@ -234,11 +245,11 @@ class Archiver:
 
     def _prune(self) -> None:
         """Have removed what only moments before the history that is kept need, once in PRUNE_MS."""
-        now_ms = self._clock.monotonic_ms()
+        now_ms, trusted_ms = self._clock.monotonic_ms(), self._expiry.now_ms()
         if not self._plan.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
             return
         self._prune_not_before_ms = now_ms + PRUNE_MS
-        before_ms = self._clock.now_ms() - self._plan.keep_ms
+        before_ms = trusted_ms - self._plan.keep_ms
         self._helpers.submit(self._prune_before, before_ms)
 
     def _prune_before(self, before_ms: int) -> None:
@@ -251,9 +262,9 @@ class Archiver:
 
     # -- failures
 
-    def _tell(self, error: Exception) -> None:
+    def _tell(self, error: Exception, what: str = _NOT_SHIPPED) -> None:
         """Count a failure, and log it unless it is the same again."""
         self._cell.add("failures")
         if str(error) != self._told:
             self._told = str(error)
-            log.error("the archive cannot be written now, which will be repeated; the logs are kept", reason=self._told)
+            log.error(what, reason=self._told)

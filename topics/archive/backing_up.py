@@ -75,5 +75,6 @@ def _ends(data_dir: str) -> Iterator[LogEnds]:
     try:
         page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
     except FileNotFoundError as error:
-        raise NoMomentError(f"{data_dir}: its service starts or stops; try again") from error
+        why = "its service starts or stops: try again; or it is in a container: back it up in there"
+        raise NoMomentError(f"{data_dir}: {why}") from error
     yield RunningEnds(page.settled_ends)

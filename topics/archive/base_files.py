@@ -11,9 +11,9 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 from topics.storage.archive_objects import ArchiveStore, FileRef, LogStart, file_name, read_whole
-from topics.storage.origin import ListedSegment, Origin, SegmentFile, listed_segments
+from topics.storage.origin import ListedSegment, Origin, OriginGoneError, SegmentFile, listed_segments
 from topics.storage.segment import index_digest
-from topics.storage.snapshot import Snapshot
+from topics.storage.snapshot import Snapshot, load_snapshot
 
 COPIERS: Final = 8
 """Segments that are copied at a time: most of the time of a bucket is waiting."""
@@ -62,6 +62,12 @@ class BaseFiles:
                         self.put_objects += put_bytes > 0
                     done += works[work].data.size_bytes or 0
                     self._told(done, total)
+            except OriginGoneError as gone:
+                newest = load_snapshot(self._origin.fs, self._origin.data_dir)
+                if newest is None or newest.body != self.body:
+                    raise
+                way_out = "if the next one does, too, mount its disk or restore it from a copy"
+                raise FileNotFoundError(errno.ENOENT, f"{gone}, and the newest snapshot lists it: {way_out}") from gone
             finally:
                 self._is_over.set()
                 pool.shutdown(cancel_futures=True)

@@ -201,7 +201,7 @@ class Follower:
     def _show(self) -> None:
         """Show the shards how far their logs are, and everybody how old that may be."""
         replica, cell = self._replica, self._cell
-        cell.set("moment_ms", max(replica.note.taken_ms, replica.looked_ms))
+        cell.set("moment_ms", replica.looked_ms or replica.note.taken_ms)  # the latter by the leader's clock
         for shard, (end, archived) in enumerate(zip(replica.ends, replica.archived_ends, strict=True)):
             words = {f"readable_{shard:02d}": end.word, f"shipped_{shard:02d}": archived.word}
             if any(cell.get(name) != word for name, word in words.items()):

@@ -37,15 +37,13 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
     """Raise OtherShipperError unless this service may ship behind the newest generation, whose `last` piece that is.
     Raise ArchiveDamagedError, OSError.
     """
-    if last is not None and last.taken_over_by:
-        if last.taken_over_id != service_id:
-            raise taken_over(archive, last.taken_over_by)
-        return
-    if newest.service_id == service_id:
+    closed_by, heir_id = ("", "") if last is None else (last.taken_over_by, last.taken_over_id)
+    if heir_id == service_id or (newest.service_id == service_id and not closed_by):
         return
     former = (archive.generation(number).service_id for number in archive.generations()[:-1])
-    if service_id in newest.former_ids or service_id in former:
-        raise taken_over(archive, f"service {newest.service_id}")
+    if service_id in (newest.service_id, *newest.former_ids) or service_id in former:
+        raise taken_over(archive, closed_by or f"service {newest.service_id}")
+    # Also into a closed archive: it may be the service that was restored from there, which nobody has taken over from.
     raise OtherShipperError(
         f"{archive.store.place('')} has the archive of service {newest.service_id}, this is service {service_id}: give"
         " each service a place of its own (a restored directory is a service of its own)"

@@ -23,40 +23,37 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.follow_note import read_note, write_note
 
 
+def role_problem(fs: FileSystem, settings: Settings) -> str | None:
+    """Return why directory and settings disagree about whether the service follows; None if not. Raise OSError."""
+    note, data_dir = read_note(fs, settings.data_dir), settings.data_dir
+    if note is None:
+        if settings.follow is None or not os.path.isdir(layout.wal_dir(data_dir)):
+            return None
+        return f"{data_dir} has a service of its own: give --follow an empty directory, or remove this one"
+    if note.leads or note.url == settings.follow:
+        return None
+    way_out = f"start it with --follow {note.url}, and promote it if it is to lead"
+    if settings.follow is not None:
+        way_out = f"empty the directory to follow another one, {settings.follow}"
+    return f"{data_dir} is a copy of the service in {note.url}: {way_out}"
+
+
 def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
     """Return the settings with which to start: a service that was promoted does not follow, and ships into the archive
-    that it followed unless it has one. It gets another id, and its topics other epochs. Raise OSError, also if the
-    directory and the settings do not agree about whether the service follows: it has the way out.
+    that it followed unless it has one. It gets another id, and its topics other epochs. Raise OSError, also if there is
+    a `role_problem`.
     """
+    if problem := role_problem(fs, settings):
+        raise OSError(errno.EINVAL, problem)
     note = read_note(fs, settings.data_dir)
     if note is not None and note.leads:
         if service_id.known_id(fs, settings.data_dir) != note.promoted_id:  # frontends need the epochs as they start
             service_id.make_restored(fs, settings.data_dir, clock.now_ms(), note.promoted_id)
         url = settings.archive_url or note.url
         return msgspec.structs.replace(settings, follow=None, archive_url=url)
-    if settings.follow is None:
-        if note is not None:
-            raise _refused(
-                f"{settings.data_dir} is a copy of the service in {note.url}: start it with --follow {note.url}, and"
-                " promote it if it is to lead"
-            )
-        return settings
-    if note is None:
-        if os.path.isdir(layout.wal_dir(settings.data_dir)):
-            raise _refused(
-                f"{settings.data_dir} has a service of its own: give --follow an empty directory, or remove this one"
-            )
+    if note is None and settings.follow is not None:
         begin_anew(fs, settings.data_dir, settings.follow)
-    elif note.url != settings.follow:
-        raise _refused(
-            f"{settings.data_dir} is a copy of the service in {note.url}, not {settings.follow}: empty the directory to"
-            " follow another one"
-        )
     return settings
-
-
-def _refused(reason: str) -> OSError:
-    return OSError(errno.EINVAL, reason)
 
 
 def promote(replica: Replica, clock: Clock, by: str) -> None:

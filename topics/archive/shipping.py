@@ -16,8 +16,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from xxhash import xxh3_64_intdigest
-
 from topics.archive.base_files import BaseFiles
 from topics.archive.ownership import OtherShipperError, close_former, newest_generation, require_own, require_there
 from topics.core.clock import Clock
@@ -40,7 +38,7 @@ from topics.storage.archive_objects import (
     read_whole,
 )
 from topics.storage.logfile import WalPosition
-from topics.storage.origin import LogPlace, Origin, OriginGoneError
+from topics.storage.origin import LogPlace, Origin, OriginGoneError, TxnState
 from topics.storage.service_id import keep_archive_place
 from topics.storage.snapshot import load_snapshot
 
@@ -197,8 +195,8 @@ class Shipper:
         assert self._generation is not None
         self._bytes += files.put_bytes
         self._objects += files.put_objects
-        logs, txn = self._moment()
         self._txn = {}  # so that no restore from this base needs pieces before it
+        logs, txn = self._moment()
         self._go_on(logs, files.starts)
         needs_base = self._has_part
         self._ship(logs, txn, self._ends, needs_base=needs_base)
@@ -274,9 +272,9 @@ class Shipper:
 
     # -- a moment
 
-    def _moment(self) -> tuple[list[LogPlace], dict[str, bytes]]:
+    def _moment(self) -> tuple[list[LogPlace], TxnState]:
         try:
-            found = self._origin.moment()
+            found = self._origin.moment(self._txn)
         except OriginGoneError as gone:
             raise NoMomentError(str(gone)) from gone
         if found is None:
@@ -286,7 +284,7 @@ class Shipper:
     def _ship(
         self,
         logs: list[LogPlace],
-        txn: dict[str, bytes] | None,
+        txn: TxnState | None,
         starts: Sequence[LogEnd],
         is_sign: bool = False,
         needs_base: bool = False,
@@ -310,24 +308,24 @@ class Shipper:
         self._put_piece(draft, txn, needs_base)
         return self._shipped()
 
-    def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes] | None) -> bool:
+    def _is_shipped(self, logs: list[LogPlace], txn: TxnState | None) -> bool:
         if [log.end for log in logs] != self.ends:
             return False
         if txn is None:
             return True
-        digests = {path: xxh3_64_intdigest(content) for path, content in txn.items()}
+        digests = {path: file.digest for path, (file, _) in txn.items()}
         return {path: file.digest for path, file in self._txn.items()} == digests and not self._has_part
 
     def _shipped(self) -> Shipped:
         return Shipped(self._number, self._bytes, self._objects, self._taken_ms)
 
-    def _put_piece(self, draft: PieceDraft, txn: dict[str, bytes] | None = None, needs_base: bool = False) -> None:
+    def _put_piece(self, draft: PieceDraft, txn: TxnState | None = None, needs_base: bool = False) -> None:
         assert self._generation is not None
         is_moment = txn is not None and not needs_base
         number, payload = self._number + 1, draft.payload
         if txn is not None:
             self._txn = self._txn_files(number, draft.size_bytes, txn)
-            payload = payload + [txn[path] for path, file in self._txn.items() if file.piece == number]
+            payload = payload + [txn[path][1] for path, file in self._txn.items() if file.piece == number]
         piece = Piece(
             number,
             self._taken_ms,
@@ -345,15 +343,14 @@ class Shipper:
         if len(self._piece_ends) > PIECE_ENDS_MAX:
             del self._piece_ends[next(iter(self._piece_ends))]
 
-    def _txn_files(self, number: int, at: int, txn: dict[str, bytes]) -> dict[str, TxnFile]:
+    def _txn_files(self, number: int, at: int, txn: TxnState) -> dict[str, TxnFile]:
         """Return where the bytes of each file are: in this piece, or in an earlier one since the last base."""
         found: dict[str, TxnFile] = {}
-        for path, content in sorted(txn.items()):
-            digest = xxh3_64_intdigest(content)
+        for path, (file, _) in sorted(txn.items()):
             known = self._txn.get(path)
-            if known is None or known.digest != digest:
-                known = TxnFile(path, number, at, len(content), digest)
-                at += len(content)
+            if known is None or known.digest != file.digest:
+                known = TxnFile(path, number, at, file.size_bytes, file.digest)
+                at += file.size_bytes
             found[path] = known
         return found
 

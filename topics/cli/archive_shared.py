@@ -31,7 +31,7 @@ CODES: Final = """exit codes:
   4  not now: the service starts, stops or recovers, or the store does not answer; nothing was lost, try again"""
 PLACE: Final = "a directory, or the URL of a bucket: s3://bucket/prefix, gs://…, az://…, file:///…"
 _FAILURES: Final = (ArchiveDamagedError, OtherShipperError, DataDirLocked, RefusedLog, UnknownSnapshotVersion, EOFError)
-_DURATION: Final = re.compile(r"(\d+)(ms|s|m|h|d)?")
+_DURATION: Final = re.compile(r"0+|(\d+)(ms|s|m|h|d)")
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 Work = Callable[[argparse.Namespace], int]
@@ -65,13 +65,14 @@ def _run(name: str, work: Work, options: argparse.Namespace) -> int:
 
 def place(text: str) -> str:
     """Parse an argument: a directory, or the URL of a bucket. No message repeats one that has credentials in it."""
-    if "://" in text and not text.startswith("file:"):
+    if "://" in text:
+        url = bucket_url("")
         try:
-            bucket_url("").parse(text)
+            url.parse(text)
         except RefusedValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         except ValueError:
-            pass  # the library of buckets says which scheme it lacks
+            raise argparse.ArgumentTypeError(f"{text!r} is no place: write a directory, {url.allowed}") from None
     return text
 
 
@@ -90,8 +91,8 @@ def iso(ts_ms: int) -> str:
 
 
 def duration_ms(text: str) -> int:
-    """Read a duration such as 7d, 12h, 30m, 10s or 500ms; a bare number is ms."""
+    """Read a duration such as 7d, 12h, 30m, 10s or 500ms, or 0. A number alone may be meant as days or as ms."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 7d, 12h, 30m or 10s")
-    return int(match[1]) * _UNIT_MS[match[2] or "ms"]
+    return int(match[1]) * _UNIT_MS[match[2]] if match[1] else 0

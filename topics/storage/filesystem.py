@@ -161,10 +161,14 @@ class OsFileSystem:
 
 @contextmanager
 def opened(fs: FileSystem, path: str, flags: int) -> Iterator[int]:
-    """Open a file inside the block."""
+    """Open a file inside the block. Errors of calls with the descriptor alone get the path."""
     fd = fs.open(path, flags)
     try:
         yield fd
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = path
+        raise
     finally:
         fs.close(fd)
 
@@ -196,10 +200,7 @@ def names_in(fs: FileSystem, directory: str) -> list[str]:
 def read_all(fs: FileSystem, path: str) -> bytes:
     """Read the whole file. Raise OSError with the path."""
     with opened(fs, path, os.O_RDONLY) as fd:
-        try:
-            return read_up_to(fs, fd, fs.size_bytes(fd), 0)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from error
+        return read_up_to(fs, fd, fs.size_bytes(fd), 0)
 
 
 def read_up_to(fs: FileSystem, fd: int, length: int, offset: int) -> bytes:

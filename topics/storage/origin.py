@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -36,6 +36,8 @@ from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 TRIES_MAX: Final = 200
 TAIL_BYTES: Final = 4 << 20
 """The most bytes of logs in one answer."""
+TxnState = dict[str, tuple[TxnFile, bytes]]
+"""Files of transactions as they were, by path; of a stage that was known the bytes are left out."""
 
 
 class OriginGoneError(Exception):
@@ -111,6 +113,8 @@ class Origin:
         self.data_dir = data_dir
         self.ends = ends
         self._cold_place = cold_place
+        self.told: dict[str, TxnFile] = {}
+        """Files of transactions that followers were told of last, by path."""
 
     def logs(self, ends: list[WalPosition]) -> list[LogPlace]:
         """Return the logs with these ends, by shard. Raise OriginGoneError while another shard count is being made."""
@@ -128,8 +132,9 @@ class Origin:
             found.append(LogPlace(group.shard, start.log_id, group.path, end))
         return found
 
-    def moment(self) -> tuple[list[LogPlace], dict[str, bytes]] | None:
+    def moment(self, known: Mapping[str, TxnFile]) -> tuple[list[LogPlace], TxnState] | None:
         """Return (logs, files of transactions by path) as they all were at one time; None if nobody can tell now.
+        Stages never change, and may be many bytes: those that are `known`, by path, are not read.
 
         A batch over topics is decided by its sink's file and published by the logs. If no such file changed while the
         ends were read, the logs have no part of a batch that the files do not know.
@@ -140,12 +145,18 @@ class Origin:
             if ends is None:
                 return None
             try:
-                files = {path: read_all(self.fs, os.path.join(self.data_dir, path)) for path in before}
+                files = {path: self._txn_bytes(path, known) for path in before}
             except FileNotFoundError:
                 continue
             if self._txn_heads() == before:
                 return self.logs(ends), files
         return None
+
+    def _txn_bytes(self, path: str, known: Mapping[str, TxnFile]) -> tuple[TxnFile, bytes]:
+        if path in known and stage_of_name(os.path.basename(path)) is not None:
+            return known[path], b""
+        content = read_all(self.fs, os.path.join(self.data_dir, path))
+        return TxnFile(path, 0, 0, len(content), xxh3_64_intdigest(content)), content
 
     def read_segment_file(self, file: SegmentFile) -> bytes:
         """Read the committed bytes of a file, from the cold tier if it went there. Raise OriginGoneError if the
@@ -301,7 +312,7 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
     bytes. Raise OriginGoneError if the logs do not go on from there (the archive does, or has another history), and
     OSError.
     """
-    found = origin.moment()
+    found = origin.moment(origin.told)
     if found is None:
         return None
     logs, txn = found
@@ -310,7 +321,8 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
     draft, is_whole = PieceDraft(ends), True
     for log in logs:
         is_whole &= _add_tail(origin, log, draft)
-    files = [TxnFile(path, 0, 0, len(content), xxh3_64_intdigest(content)) for path, content in sorted(txn.items())]
+    origin.told = {path: file for path, (file, _) in sorted(txn.items())}
+    files = list(origin.told.values())
     piece = Piece(0, now_ms, "", draft.parts, draft.ends, is_whole, True, files, leader_url=leader_url)
     return encode(piece, draft.payload)
 

@@ -129,6 +129,7 @@ class LocalStore:
             except FileNotFoundError:  # a `delete` has removed the directory, which was empty
                 self._make_directory(os.path.dirname(path))
                 self._fs.link(draft, path)
+            _give(path, os.path.dirname(path))
         except FileExistsError:
             return False
         finally:
@@ -139,22 +140,21 @@ class LocalStore:
 
     def _make_directory(self, directory: str) -> None:
         fs = self._fs
-        if self._new:
+        if self._new and not fs.exists(self._root):
             make_dirs(fs, self._root)
+            _give(self._root, os.path.dirname(self._root))
         self._is_there()
         if not fs.exists(directory):
             with suppress(FileExistsError):  # a killed `put` made it
                 fs.mkdir(directory)
+                _give(directory, self._root)
             fs.fsync_dir(self._root)
         if self._apart_from is not None and os.path.samefile(self._root, self._apart_from):
             raise OSError(errno.EINVAL, f"is {self._apart_from} by another name", self._root)
 
     def _is_there(self) -> bool:
         """Return whether the folder is there. Raise FileNotFoundError if it should be."""
-        is_there = self._fs.exists(self._root)
-        if not is_there:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self._fs.listdir(self._root)  # raises if nobody can tell
+        is_there = _is_found(self._fs, self._root)
         if not is_there and not self._new:
             reason = f"is missing, and objects were put there: {self._way_out}"
             raise FileNotFoundError(errno.ENOENT, reason, self._root)
@@ -219,7 +219,7 @@ class LocalStore:
         return sorted(name for name in found if name.startswith(prefix))
 
     def exists(self, name: str) -> bool:
-        return self._is_there() and self._fs.exists(self._path(name))
+        return self._is_there() and _is_found(self._fs, self._path(name))
 
     def len(self, name: str) -> int:
         with opened(self._fs, self._path(name), os.O_RDONLY) as fd:
@@ -230,3 +230,18 @@ class LocalStore:
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name)
+
+
+def _is_found(fs: FileSystem, path: str) -> bool:
+    """Return whether there is something. Raise OSError if nobody can tell."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return fs.exists(path) or bool(os.stat(path))
+    return False
+
+
+def _give(path: str, folder: str) -> None:
+    """Give what root has made to the owner of a folder, for whose user it may be."""
+    if os.geteuid() == 0:
+        with suppress(OSError):
+            owner = os.stat(folder)
+            os.chown(path, owner.st_uid, owner.st_gid)

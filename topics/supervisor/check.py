@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from topics.archive.ownership import following_problem, require_there, shipping_problem
+from topics.archive.promoting import role_problem
 from topics.setting_values import MIB
 from topics.settings import Settings
 from topics.shm.instance import SharedMemory
@@ -124,7 +125,7 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
         CheckFinding(f"data directory {settings.data_dir}", _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")),
         *cold,
         CheckFinding("lock", _lock_problem(settings.data_dir)),
-        CheckFinding("data format", _format_problem(settings.data_dir)),
+        CheckFinding("data format", _format_problem(settings)),
         CheckFinding(
             f"shared memory in {SHM_ROOT}",
             strangers_memory(settings.data_dir) or shared_memory_shortage(settings, statvfs),
@@ -231,14 +232,9 @@ def _followed_finding(url: str, settings: Settings) -> CheckFinding:
     fs = OsFileSystem()
     try:
         note = read_note(fs, settings.data_dir)
-        if note is None and os.path.isdir(layout.wal_dir(settings.data_dir)):
-            problem: str | None = f"{settings.data_dir} has a service of its own: name an empty directory"
-        elif note is not None and note.url != url:
-            problem = f"{settings.data_dir} is a copy of the service in {note.url}: empty it to follow another one"
-        elif note is not None and note.leads:
-            return CheckFinding(f"followed archive {url}, from which this service took over", None)
-        else:
-            problem = following_problem(Archive(open_archive(fs, url, BUCKET_TIMEOUT_MS)), settings.wal_shards)
+        if note is not None and note.leads:
+            return CheckFinding(f"followed archive {note.url}, from which this service took over", None)
+        problem = following_problem(Archive(open_archive(fs, url, BUCKET_TIMEOUT_MS)), settings.wal_shards)
     except (OSError, EOFError, ArchiveDamagedError) as error:
         problem = f"it cannot be read: {error}"
     return CheckFinding(f"followed archive {url}", problem)
@@ -273,22 +269,22 @@ def _lock_problem(data_dir: str) -> str | None:
     return None if pid is None else f"a service holds it (process {pid}); stop that one before you start another"
 
 
-def _format_problem(data_dir: str) -> str | None:
-    """Return why this release must not use the data. None when it may; also while a service holds the lock."""
+def _format_problem(settings: Settings) -> str | None:
+    """Return why release or settings must not use the data. None when they may; also while a service holds the lock."""
+    data_dir = settings.data_dir
     try:
         with suppress(DataDirLocked), inspecting(data_dir):
             service_id.epoch_mask(OsFileSystem(), data_dir)
-            read_note(OsFileSystem(), data_dir)
             # Without `wal` the data are new, or the release that wrote them has to start once more.
             if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
                 check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)
+        return role_problem(OsFileSystem(), settings)
     except (RefusedLog, UnknownSnapshotVersion) as error:
         return str(error)
     except PermissionError as error:
         return f"cannot be read: {error}; run this as the user of the service"
     except OSError as error:
         return f"{error.filename or data_dir} {error.strerror or error}"
-    return None
 
 
 def _address_problem(settings: Settings) -> str | None:
