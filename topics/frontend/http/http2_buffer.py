@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +36,7 @@ from topics.frontend.http.hypercorn_connection import context_of
 
 _DataEvent = Body | Data
 _UNWANTED_MAX_BYTES: Final = 1 << 20
+_NOT_ASCII: Final = re.compile(rb"[\x80-\xff]")
 
 
 class BoundedBuffer(StreamBuffer):
@@ -175,15 +177,16 @@ class _Streams(dict[int, Any]):
 
 
 class BoundedProtocol(H2Protocol):
-    """Hypercorn's HTTP/2, with seven differences.
+    """Hypercorn's HTTP/2, with nine differences.
 
     - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
     - The task that reads the connection, which answers pings and refuses handshakes, never waits for a window: that
       would come over the same connection.
     - An answer whose app ends before it is reset, so that the client does not wait for ever.
-    - A connection without a request is idle from the beginning. It would stay for ever, and hold up a stop.
+    - A connection without a stream is idle, however its last one ended. It would stay for ever, and hold up a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
     - The rest of a body behind its answer is dropped (`_Streams`).
+    - A request whose method or path cannot be read ends no other. One that comes during a drain may be sent again.
     - Priorities are ignored (RFC 9113 §5.3): streams of no request would fill their tree.
     """
 
@@ -312,9 +315,29 @@ class BoundedProtocol(H2Protocol):
 
     async def _handle_events(self, events: list[Event]) -> None:
         self._reader = asyncio.current_task()
+        taken = []
         for event in events:
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
-            elif isinstance(event, RequestReceived) and len(event.headers) > FIELDS_FREE:
-                self._budget.spend(len(event.headers) - FIELDS_FREE)
-        await super()._handle_events(events)
+            elif isinstance(event, RequestReceived) and not self._begins(event):
+                continue
+            taken.append(event)
+        await super()._handle_events(taken)
+        if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
+            await self.send(Updated(idle=True))
+
+    def _begins(self, request: RequestReceived) -> bool:
+        """Return True if a request is begun; else reset it. Percent-encode a path that is not ASCII."""
+        if len(request.headers) > FIELDS_FREE:
+            self._budget.spend(len(request.headers) - FIELDS_FREE)
+        fields = cast("dict[bytes, bytes]", dict(request.headers))
+        path, is_draining = fields.get(b":path"), self.context.terminated.is_set()
+        if path is None or is_draining or not fields[b":method"].isascii():
+            with contextlib.suppress(ProtocolError):
+                code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
+                self.connection.reset_stream(request.stream_id, code)
+            return False
+        if not path.isascii():
+            path = _NOT_ASCII.sub(lambda byte: b"%%%02X" % ord(byte[0]), path)
+            request.headers = [(name, path if name == b":path" else value) for name, value in request.headers]
+        return True

@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 from typing import Any, Final, cast
 
-from hypercorn.protocol.events import Body, Data, EndBody, Event, Request, Response, StreamClosed
+from hypercorn.protocol.events import Body, Data, EndBody, EndData, Event, Request, Response, StreamClosed
 from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
 from hypercorn.typing import ASGISendEvent, WebsocketAcceptEvent
 from wsproto.connection import ConnectionState
@@ -79,6 +79,7 @@ class BoundedWebSocket(WSStream):
         await self.send(Response(stream_id=self.stream_id, headers=headers, status_code=error.status))
         await self.send(Body(stream_id=self.stream_id, data=body))
         await self.send(EndBody(stream_id=self.stream_id))
+        await self.send(StreamClosed(stream_id=self.stream_id))
 
     # Messages.
 
@@ -115,6 +116,7 @@ class BoundedWebSocket(WSStream):
         elif isinstance(event, CloseConnection):
             if self.connection.state is not ConnectionState.CLOSED:
                 await self._send_wsproto_event(event.response())
+            await self.send(EndData(stream_id=self.stream_id))  # else it is one of the streams that may be open
             await self.send(StreamClosed(stream_id=self.stream_id))
 
     async def app_send(self, message: ASGISendEvent | None) -> None:
