@@ -17,7 +17,7 @@ from tests.frontend.test_vanished import lose_power
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http2_websocket import BoundedWebSocket
 
-IDLE_MS = 500
+IDLE_MS = 1500
 WINDOW_BYTES = 65_535
 """The bytes that a client may send on a stream, and on a connection, before the service gives it more."""
 
