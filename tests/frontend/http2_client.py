@@ -26,8 +26,11 @@ class Streams:
         self._next = 1
         self._agreed = 0
         self.bodies: dict[int, bytearray] = {}
+        self.answered: set[int] = set()
         self.ended: set[int] = set()
         self.reset: set[int] = set()
+        self.reset_codes: dict[int, int] = {}
+        self._pongs = 0
         self.flush()
         while self._agreed < 2:
             self.read()
@@ -44,13 +47,25 @@ class Streams:
         self.flush()
         return stream_id
 
-    def open_websocket(self, path: str) -> int:
+    def open_websocket(self, path: str, version: str = "13", **headers: str) -> int:
         """Ask for a WebSocket (RFC 8441); returns the stream."""
-        stream_id, self._next = self._next, self._next + 2
         head = [(":method", "CONNECT"), (":protocol", "websocket"), (":path", path), *HEADERS]
-        self._h2.send_headers(stream_id, [*head, ("sec-websocket-version", "13")])
+        return self.begin(*head, ("sec-websocket-version", version), *headers.items())
+
+    def begin(self, *head: tuple[str, str]) -> int:
+        """Send a head as it is; returns the stream, whose end is to come."""
+        stream_id, self._next = self._next, self._next + 2
+        self._h2.send_headers(stream_id, head)
         self.flush()
         return stream_id
+
+    def settle(self) -> None:
+        """Return when the service has looked at all that was sent."""
+        self._h2.ping(b"settled?")
+        self.flush()
+        pongs = self._pongs
+        while self._pongs == pongs:
+            self.read()
 
     def go_on(self, stream_id: int, body: bytes, *, whole: bool) -> None:
         """Send more of a body. Raise ProtocolError if the stream was reset, whose window opens no more."""
@@ -83,8 +98,13 @@ class Streams:
                 self.bodies.setdefault(event.stream_id, bytearray()).extend(event.data)
             elif isinstance(event, h2.events.StreamEnded):
                 self.ended.add(event.stream_id)
+            elif isinstance(event, h2.events.ResponseReceived):
+                self.answered.add(event.stream_id)
+            elif isinstance(event, h2.events.PingAckReceived):
+                self._pongs += 1
             elif isinstance(event, h2.events.StreamReset):
                 self.reset.add(event.stream_id)
+                self.reset_codes[event.stream_id] = int(event.error_code)
             elif isinstance(event, h2.events.SettingsAcknowledged):
                 self._agreed += 1
         self.flush()

@@ -16,7 +16,7 @@ from typing import Final
 
 from h2.exceptions import DenialOfServiceError, FrameTooLargeError, ProtocolError
 from h2.frame_buffer import FrameBuffer
-from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
+from hyperframe.frame import ContinuationFrame, DataFrame, GoAwayFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 FRAMES_PER_S: Final = 1000
 FRAMES_BURST: Final = 500
@@ -184,10 +184,13 @@ class CheckedFrames(FrameBuffer):
                     raise StopIteration
                 self._count(data[3], data[4], length)
         try:
-            return super().__next__()
+            frame = super().__next__()
         except ProtocolError as error:
             self._budget.refuse(str(error))
             raise
+        if isinstance(frame, GoAwayFrame) and not frame.error_code:
+            return next(self)  # the client only begins nothing more, but h2 would send it no answers any more
+        return frame
 
     def _count(self, kind: int, flags: int, length: int) -> None:
         self._turn_left -= 1 if kind in _PIECES else FRAMES_PER_TURN // _FRAMES_IN_TURN

@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 from typing import Any, Final, cast
 
-from hypercorn.protocol.events import Body, Data, EndBody, Event, Request, Response, StreamClosed
+from hypercorn.protocol.events import Body, Data, EndBody, EndData, Event, Request, Response, StreamClosed
 from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
 from hypercorn.typing import ASGISendEvent, WebsocketAcceptEvent
 from wsproto.connection import ConnectionState
@@ -46,6 +46,8 @@ class BoundedWebSocket(WSStream):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.arrived = bytearray()  # frames that are not taken
+        self.arrived_bytes = 0  # of the client's window: these and what is being taken, with padding
         self._incoming = IncomingMessages(self.config.websocket_max_message_size, context_of(self).frames)
 
     async def handle(self, event: Event) -> None:
@@ -56,7 +58,8 @@ class BoundedWebSocket(WSStream):
             return
         error = handshake_error(event.headers, event.http_version)
         if error is not None:
-            await self._refuse(error)
+            self.closed = True
+            self.task_group.spawn(self._refuse, error)  # not here: it waits for the client
             return
         # Without its offer to compress: packing 8 MiB would block every other client.
         headers = [header for header in event.headers if header[0] != b"sec-websocket-extensions"]
@@ -79,6 +82,7 @@ class BoundedWebSocket(WSStream):
         await self.send(Response(stream_id=self.stream_id, headers=headers, status_code=error.status))
         await self.send(Body(stream_id=self.stream_id, data=body))
         await self.send(EndBody(stream_id=self.stream_id))
+        await self.send(StreamClosed(stream_id=self.stream_id))
 
     # Messages.
 
@@ -116,6 +120,7 @@ class BoundedWebSocket(WSStream):
             if self.connection.state is not ConnectionState.CLOSED:
                 await self._send_wsproto_event(event.response())
             await self.send(StreamClosed(stream_id=self.stream_id))
+            await self.send(EndData(stream_id=self.stream_id))  # else it is one of the streams that may be open
 
     async def app_send(self, message: ASGISendEvent | None) -> None:
         if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:
@@ -125,7 +130,6 @@ class BoundedWebSocket(WSStream):
             await self._send_wsproto_event(TextMessage(data=cast("dict[str, Any]", message).pop("text")))
 
     async def _send_wsproto_event(self, event: WebSocketEvent) -> None:
-        # Must not wait: the task that reads the connection answers pings here.
         try:
             data = self.connection.send(event)
         except LocalProtocolError:

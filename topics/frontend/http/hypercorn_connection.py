@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
@@ -32,6 +33,7 @@ from topics.frontend.http.connections import GONE_S, Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer, run_in_time
 from topics.frontend.http.frame_budget import CheckedFrames, ClientAddresses, FrameBudget
 from topics.frontend.http.http1_parser import uri_too_long
+from topics.frontend.http.vanished import VanishedClients
 from topics.frontend.http.websocket_input import PING_INTERVAL_S
 from topics.log import SparseLines, get_logger
 
@@ -89,6 +91,17 @@ class ConnectionContext(WorkerContext):
         self._apps: set[asyncio.Task[Any]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
+
+    @property
+    def open_socket(self) -> socket.socket | None:
+        return None if self.transport.is_closing() else self.transport.get_extra_info("socket")
+
+    @property
+    def buffered_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        self.transport.abort()
 
     def admit(self) -> None:
         """Note that the client has shown a valid key. From now on its input does not count."""
@@ -161,21 +174,14 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
         super().__init__(*arguments)
         self._context = context
 
-    @property
-    def buffered_bytes(self) -> int:
-        return self._context.transport.get_write_buffer_size()
-
-    def abort(self) -> None:
-        self._context.transport.abort()
-
     def pause_writing(self) -> None:
         self._context.reader_timer.start()
-        self._context.kept.add(self)
+        self._context.kept.add(self._context)
         super().pause_writing()
 
     def resume_writing(self) -> None:
         self._context.reader_timer.caught_up()
-        self._context.kept.remove(self)
+        self._context.kept.remove(self._context)
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -191,7 +197,7 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
         super().connection_lost(exc)
         self._context.admit()
         self._context.reader_timer.close()
-        self._context.kept.remove(self)
+        self._context.kept.remove(self._context)
         self._context.client_gone()
         self._context.closed.set()
 
@@ -280,6 +286,7 @@ class HypercornConnections:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.open: set[ConnectionContext] = set()
+        self._vanished = VanishedClients(self.open, limits.vanished_after_ms, clock)
         self._addresses = addresses
         self._failures = SparseLog(self._loop.time)
 
@@ -297,6 +304,7 @@ class HypercornConnections:
     def _start(self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
         self.open.add(context)
+        self._vanished.start()
         self._connections.start_task(partial(self._serve, context, reader, writer))
         if self._connections.draining:  # taken over during a drain
             context.end.set_now()

@@ -1,0 +1,178 @@
+"""Streams and connections of HTTP/2 end as their clients mean it, and one request ends no other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from h2.errors import ErrorCodes
+from hyperframe.frame import GoAwayFrame
+from wsproto.connection import Connection, ConnectionType
+from wsproto.events import CloseConnection, TextMessage
+
+from tests.frontend.http1_server import Client, Server, until
+from tests.frontend.http2_client import HEADERS, Streams
+from tests.frontend.test_vanished import lose_power
+from topics.frontend.http.deadlines import HttpLimits
+from topics.frontend.http.http2_websocket import BoundedWebSocket
+
+IDLE_MS = 1500
+WINDOW_BYTES = 65_535
+"""The bytes that a client may send on a stream, and on a connection, before the service gives it more."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+def waiting(server: Server, streams: Streams) -> int:
+    """Return a stream that has no answer before `go` is set."""
+    stream = streams.ask("/wait")
+    until(lambda: server.app.running == 1, "the request")
+    return stream
+
+
+def waiting_beside(server: Server, streams: Streams) -> int:
+    """The same beside another stream."""
+    stream = streams.ask("/wait")
+    until(lambda: server.app.running == 2, "the request")
+    return stream
+
+
+def is_answered(server: Server, streams: Streams, stream: int) -> bool:
+    server.call(server.app.go.set)
+    streams.take(stream)
+    streams.read_to_the_end_of(stream)
+    return bytes(streams.bodies[stream]) == b"at last"
+
+
+def is_closed(client: Client) -> bool:
+    while client.socket.recv(1 << 16):
+        pass
+    return True
+
+
+def test_who_begins_nothing_more_gets_the_answers_it_waits_for(server: Server) -> None:
+    """A GOAWAY without an error, as Node's `session.close()` sends it at once."""
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = waiting(server, streams)
+        client.send(GoAwayFrame(last_stream_id=0).serialize())
+        streams.settle()
+        assert is_answered(server, streams, asked)
+
+
+def test_who_goes_away_with_an_error_is_gone(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        waiting(server, streams)
+        client.send(GoAwayFrame(last_stream_id=0, error_code=ErrorCodes.INTERNAL_ERROR).serialize())
+        assert is_closed(client)
+        server.call(server.app.go.set)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [[(":method", "G\u00c9T"), (":path", "/echo"), *HEADERS], [(":method", "CONNECT"), (":authority", "localhost")]],
+    ids=["a method that is none", "for a proxy"],
+)
+def test_a_request_that_cannot_be_read_ends_no_other(server: Server, head: list[tuple[str, str]]) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = waiting(server, streams)
+        odd = streams.begin(*head)
+        streams.settle()
+        assert streams.reset_codes == {odd: ErrorCodes.PROTOCOL_ERROR}
+        assert is_answered(server, streams, asked)
+
+
+def test_a_path_may_be_sent_as_it_is_read(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = streams.ask("/target/\u00e9?\u00e9")
+        streams.take(asked)
+        streams.read_to_the_end_of(asked)
+        (scope,) = server.app.scopes
+        assert (scope["path"], scope["raw_path"], scope["query_string"]) == (
+            "/target/\u00e9",
+            b"/target/%C3%A9",
+            b"%C3%A9",
+        )
+
+
+@pytest.mark.parametrize("end", ["given up", "refused"])
+def test_a_connection_without_a_stream_is_idle_however_the_last_one_ended(end: str) -> None:
+    with Server(limits=HttpLimits(keep_alive_timeout_ms=IDLE_MS)) as server, server.client() as client:
+        streams = Streams(client.socket)
+        if end == "given up":
+            asked = streams.ask("/hold")
+            until(lambda: server.app.running == 1, "the request")
+            streams.give_up(asked)
+        else:
+            streams.open_websocket("/ws", version="12")
+        assert is_closed(client)
+
+
+def test_a_websocket_that_its_client_closes_is_no_open_stream_any_more(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        opened = streams.open_websocket("/ws")
+        while opened not in streams.answered:
+            streams.read()
+        streams.take(opened)
+        streams.go_on(opened, bytes(Connection(ConnectionType.CLIENT).send(CloseConnection(1000))), whole=False)
+        streams.read_to_the_end_of(opened)
+        until(lambda: not server.app.running, "its app to end")
+
+
+def test_a_websocket_whose_app_waits_holds_up_no_other_stream(server: Server) -> None:
+    """Its client sends more than its app takes, and takes nothing of what it is sent."""
+    with server.client() as client:
+        streams = Streams(client.socket)
+        opened = streams.open_websocket("/ws")
+        while opened not in streams.answered:
+            streams.read()
+        message = bytes(Connection(ConnectionType.CLIENT).send(TextMessage(data="x" * 1000)))
+        for _ in range(WINDOW_BYTES // len(message)):
+            streams.go_on(opened, message, whole=False)
+        asked = waiting_beside(server, streams)
+        assert is_answered(server, streams, asked)
+        # And goes on when it takes it.
+        streams.take(opened)
+        while streams.got_bytes(opened) < WINDOW_BYTES // len(message) * 1000:
+            streams.read()
+
+
+def test_nothing_is_left_of_websockets_that_were_refused(server: Server) -> None:
+    gc.collect()
+    with server.client() as client:
+        streams = Streams(client.socket)
+        refused = [streams.open_websocket("/ws", version="12") for _ in range(5)]
+        streams.take(*refused)
+        streams.read_to_the_end_of(*refused)
+        until(lambda: not any(isinstance(one, BoundedWebSocket) for one in gc.get_objects()), "all of them to be free")
+
+
+def test_what_comes_during_a_stop_is_refused_so_that_it_is_sent_again(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = waiting(server, streams)
+        server.begin_shutdown()
+        late = streams.ask("/echo")
+        while late not in streams.reset:
+            streams.read()
+        assert streams.reset_codes == {late: ErrorCodes.REFUSED_STREAM}
+        assert is_answered(server, streams, asked)
+        server.wait_stopped()
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_who_has_vanished_is_cut(loop: str) -> None:
+    with Server(loop=loop, limits=HttpLimits(vanished_after_ms=300)) as server, server.client() as gone:
+        waiting(server, Streams(gone.socket))
+        lose_power(gone.socket)
+        server.call(server.app.go.set)
+        until(lambda: not server.connections.tasks, "its connection to be cut")
