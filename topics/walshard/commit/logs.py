@@ -39,7 +39,7 @@ UNSYNCED_BYTES: Final = 8 * 1024 * 1024
 UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
 """With so many un-synced bytes the shard waits for the disk: the tail that a power loss takes stays bounded."""
 MOVED_MAX: Final = 256
-"""So many topics are shown at once, in about 3 ms: requests wait meanwhile."""
+"""`poll` returns at most so many topics: to show them takes 3 ms, and requests wait meanwhile."""
 _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
 """Counters of a writer, which go on in the cell over the lives of the shard."""
 
