@@ -7,7 +7,7 @@ import errno
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -287,6 +287,47 @@ def test_the_next_runs_of_a_sequential_reader_are_on_their_way_before_they_are_n
         await until(lambda: len(store.calls) == 11)
         behind = [(NAME, 6 * RUN_BYTES, 7), ("another", 0, 10), ("third", 0, 10)]
         assert sorted(store.calls[8:]) == behind, "further objects are behind it"
+
+    on_loop(test)
+
+
+def test_readers_that_are_ahead_take_no_bytes_from_each_other() -> None:
+    """With eight of them each byte was fetched ten times: what one had fetched in advance had to go for another's."""
+
+    async def test() -> None:
+        store = Gated()
+        store.content = LONG
+        tier = ColdTier(store, SystemClock(), 5000)
+        names = [f"{NAME}{n}" for n in range(8)]
+        step = 100_000
+        for start in range(0, len(LONG) - step, step):
+            for name in names:
+                while True:
+                    try:
+                        tier.extent(name, start, start + step, len(LONG))
+                    except ColdMissError as miss:
+                        await tier.fetch(miss)
+                    else:
+                        break
+        assert sum(length for _, _, length in store.calls) <= 1.5 * len(names) * len(LONG)
+
+    on_loop(test)
+
+
+def test_objects_of_no_bytes_are_not_passed_over_without_end() -> None:
+    async def test() -> None:
+        tier = ColdTier(Gated(), SystemClock(), 5000)
+        asked = []
+
+        def following() -> Iterator[tuple[str, int]]:
+            for number in range(10_000):
+                asked.append(number)
+                yield f"empty-{number}", 0
+
+        for start in (0, 10):
+            await tier.fetch(miss(start, start + 10))
+            tier.extent(NAME, start, start + 10, len(BYTES), following())
+        assert 0 < len(asked) < 100
 
     on_loop(test)
 

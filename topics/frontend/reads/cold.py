@@ -82,6 +82,8 @@ class ColdTier:
         self._blocks: OrderedDict[tuple[str, int], tuple[bytes, int]] = OrderedDict()
         """Fetched blocks, each with the monotonic ms at which it was read."""
         self._blocks_max = cache_bytes // BLOCK_BYTES
+        self._unread: set[tuple[str, int]] = set()
+        """Fetched blocks that nobody has read yet."""
         self._reads: dict[tuple[str, int], _RangedRead] = {}
         """Reads that are waiting or under way, by each of their blocks."""
         self._last: OrderedDict[str, tuple[int, int]] = OrderedDict()
@@ -104,9 +106,11 @@ class ColdTier:
             if block is None:
                 raise ColdMissError(name, start, end, data_bytes)
             pieces.append(block[0])
-        for number in range(first, last + 1):
-            self._blocks.move_to_end((name, number))
         is_sequential = self._is_sequential(name, start)
+        for number in range(first, last + 1):
+            self._unread.discard((name, number))
+            if not is_sequential:  # else it goes before what is yet to be read
+                self._blocks.move_to_end((name, number))
         self._last[name] = start, end
         self._last.move_to_end(name)
         if is_sequential:
@@ -121,6 +125,7 @@ class ColdTier:
         old = [key for key, (_data, read_ms) in self._blocks.items() if key[0] == name and read_ms <= old_ms]
         for key in old:
             del self._blocks[key]
+            self._unread.discard(key)
         return bool(old)
 
     async def fetch(self, miss: ColdMissError) -> None:
@@ -169,15 +174,15 @@ class ColdTier:
     def _read_ahead(self, name: str, number: int, data_bytes: int, following: Iterable[tuple[str, int]]) -> None:
         """Fetch what a sequential reader will want from block `number` on, unless others wait. Failed, it will ask."""
         left = AHEAD_RUNS * (RUN_BYTES // BLOCK_BYTES)
-        if self._blocks_max < IN_FLIGHT_MAX * left // AHEAD_RUNS:
-            return  # a small cache would lose what its readers are about to read
+        if self._blocks_max < IN_FLIGHT_MAX * left // AHEAD_RUNS or len(self._unread) >= self._blocks_max // 2:
+            return  # the cache would lose what its readers are about to read
         behind = iter(following)
         while left > 0:
             if number * BLOCK_BYTES >= data_bytes:
                 found = next(behind, None)
                 if found is None:
                     return
-                (name, data_bytes), number = found, 0
+                (name, data_bytes), number, left = found, 0, left - 1
                 self._last.setdefault(name, (-1, 0))
             elif (name, number) in self._blocks or (name, number) in self._reads:
                 number, left = number + 1, left - 1
@@ -227,10 +232,12 @@ class ColdTier:
         if error is None:
             now_ms = self._clock.monotonic_ms()
             for at, number in enumerate(read.blocks):
-                self._blocks[read.name, number] = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms
-                self._blocks.move_to_end((read.name, number))
+                key = read.name, number
+                self._blocks[key] = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms
+                self._blocks.move_to_end(key)
+                self._unread.add(key)
             while len(self._blocks) > max(self._blocks_max, len(read.blocks)):
-                self._blocks.popitem(last=False)
+                self._unread.discard(self._blocks.popitem(last=False)[0])
         read.done.set_result(error)
         self._start_some()
 

@@ -113,9 +113,8 @@ def ceiling_writes(topic: Topic, count: int, ts: int) -> list[LogWrite]:
 class Draft:
     """Writes for the durable log and the RAM log, and the topics that they make, change and delete.
 
-    Handlers fill it. The commit sets `is_logged` and `committed`, and adds to `touched` the topics that became durable
-    with it; of a refused draft it empties `made` and `deleted`. `floors_of` are ids of topics whose floors the writes
-    say themselves.
+    Handlers fill it. The commit sets `is_logged` and `committed`; of a refused draft it empties `made` and `deleted`.
+    `floors_of` are ids of topics whose floors the writes say themselves.
     """
 
     def __init__(

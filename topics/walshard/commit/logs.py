@@ -273,7 +273,7 @@ class BackgroundSync:
             for id, hosted in self._unsynced.items():
                 if id in touched:
                     _settle(hosted, hosted.topic.head_seq)
-                else:
+                elif hosted.topic.head_seq > hosted.topic.durable_seq:
                     self._note(hosted, hosted.topic.head_seq)
             self._unsynced.clear()
 
@@ -352,7 +352,8 @@ class BackgroundSync:
         self._logs.wal.note_synced(future.result())
         self._logs.count()
         for hosted, head_seq in covered:
-            self._note(hosted, head_seq)
+            if head_seq > hosted.topic.durable_seq:
+                self._note(hosted, head_seq)
 
 
 def _settle(hosted: Hosted, synced_seq: int) -> None:
