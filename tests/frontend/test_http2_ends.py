@@ -9,17 +9,15 @@ import pytest
 from h2.errors import ErrorCodes
 from hyperframe.frame import GoAwayFrame
 from wsproto.connection import Connection, ConnectionType
-from wsproto.events import CloseConnection, TextMessage
+from wsproto.events import CloseConnection
 
-from tests.frontend.http1_server import Client, Server, until
+from tests.frontend.http1_server import Client, Server, undisturbed, until
 from tests.frontend.http2_client import HEADERS, Streams
 from tests.frontend.test_vanished import lose_power
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http2_websocket import BoundedWebSocket
 
 IDLE_MS = 1500
-WINDOW_BYTES = 65_535
-"""The bytes that a client may send on a stream, and on a connection, before the service gives it more."""
 
 
 @pytest.fixture
@@ -32,13 +30,6 @@ def waiting(server: Server, streams: Streams) -> int:
     """Return a stream that has no answer before `go` is set."""
     stream = streams.ask("/wait")
     until(lambda: server.app.running == 1, "the request")
-    return stream
-
-
-def waiting_beside(server: Server, streams: Streams) -> int:
-    """The same beside another stream."""
-    stream = streams.ask("/wait")
-    until(lambda: server.app.running == 2, "the request")
     return stream
 
 
@@ -105,15 +96,18 @@ def test_a_path_may_be_sent_as_it_is_read(server: Server) -> None:
 
 @pytest.mark.parametrize("end", ["given up", "refused"])
 def test_a_connection_without_a_stream_is_idle_however_the_last_one_ended(end: str) -> None:
-    with Server(limits=HttpLimits(keep_alive_timeout_ms=IDLE_MS)) as server, server.client() as client:
-        streams = Streams(client.socket)
-        if end == "given up":
-            asked = streams.ask("/hold")
-            until(lambda: server.app.running == 1, "the request")
-            streams.give_up(asked)
-        else:
-            streams.open_websocket("/ws", version="12")
-        assert is_closed(client)
+    def attempt() -> None:
+        with Server(limits=HttpLimits(keep_alive_timeout_ms=IDLE_MS)) as server, server.client() as client:
+            streams = Streams(client.socket)
+            if end == "given up":
+                asked = streams.ask("/hold")
+                until(lambda: server.app.running == 1, "the request")
+                streams.give_up(asked)
+            else:
+                streams.open_websocket("/ws", version="12")
+            assert is_closed(client)
+
+    undisturbed(IDLE_MS, attempt)
 
 
 def test_a_websocket_that_its_client_closes_is_no_open_stream_any_more(server: Server) -> None:
@@ -126,24 +120,6 @@ def test_a_websocket_that_its_client_closes_is_no_open_stream_any_more(server: S
         streams.go_on(opened, bytes(Connection(ConnectionType.CLIENT).send(CloseConnection(1000))), whole=False)
         streams.read_to_the_end_of(opened)
         until(lambda: not server.app.running, "its app to end")
-
-
-def test_a_websocket_whose_app_waits_holds_up_no_other_stream(server: Server) -> None:
-    """Its client sends more than its app takes, and takes nothing of what it is sent."""
-    with server.client() as client:
-        streams = Streams(client.socket)
-        opened = streams.open_websocket("/ws")
-        while opened not in streams.answered:
-            streams.read()
-        message = bytes(Connection(ConnectionType.CLIENT).send(TextMessage(data="x" * 1000)))
-        for _ in range(WINDOW_BYTES // len(message)):
-            streams.go_on(opened, message, whole=False)
-        asked = waiting_beside(server, streams)
-        assert is_answered(server, streams, asked)
-        # And goes on when it takes it.
-        streams.take(opened)
-        while streams.got_bytes(opened) < WINDOW_BYTES // len(message) * 1000:
-            streams.read()
 
 
 def test_nothing_is_left_of_websockets_that_were_refused(server: Server) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived, StreamReset
+from h2.events import Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.events import Event as ConnectionEvent
@@ -25,7 +25,6 @@ from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, Str
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
-from hypercorn.protocol.ws_stream import WSStream
 from hypercorn.typing import Event as IOEvent
 from priority.priority import TooManyStreamsError
 
@@ -53,6 +52,7 @@ class BoundedBuffer(StreamBuffer):
         self._parts: deque[memoryview] = deque()
         self._ended: IOEvent = event_class()
         self.buffered_bytes = 0
+        self._added_bytes = 0  # bytes that `add` has added since the buffer was empty
 
     def attach(self, kept: KeptAnswers, reset: Callable[[], None]) -> None:
         """Count long messages in `kept`; `abort` calls `reset`. (Hypercorn makes buffers without either.)"""
@@ -95,9 +95,7 @@ class BoundedBuffer(StreamBuffer):
         """Add a message, and wait until there is room for the next one or the stream is closed."""
         if self._complete:
             raise BufferCompleteError
-        self._parts.append(memoryview(data))
-        self.buffered_bytes += len(data)
-        await self._is_empty.clear()
+        await self._keep(data)
         if self.buffered_bytes >= BUFFER_HIGH_WATER:
             await self._paused.clear()  # set by room before this message
             assert self._kept is not None
@@ -106,6 +104,18 @@ class BoundedBuffer(StreamBuffer):
                 await self._paused.wait()
             finally:
                 self._kept.remove(self)
+
+    async def add(self, data: bytes) -> None:
+        """Add a message without waiting. Drop it if the client has not read BUFFER_HIGH_WATER of this kind."""
+        if self._complete or self._added_bytes + len(data) > BUFFER_HIGH_WATER:
+            return
+        self._added_bytes += len(data)
+        await self._keep(data)
+
+    async def _keep(self, data: bytes) -> None:
+        self._parts.append(memoryview(data))
+        self.buffered_bytes += len(data)
+        await self._is_empty.clear()
 
     async def pop(self, max_length: int) -> bytes:
         pieces = []
@@ -123,6 +133,7 @@ class BoundedBuffer(StreamBuffer):
         if self.buffered_bytes < BUFFER_LOW_WATER:
             await self._paused.set()
         if not self._parts:
+            self._added_bytes = 0
             await self._is_empty.set()
         return b"".join(pieces)
 
@@ -169,8 +180,8 @@ class BoundedProtocol(H2Protocol):
     """Hypercorn's HTTP/2, with nine differences.
 
     - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
-    - The task that reads the connection never waits for a window, which would come over the same connection, nor for
-      the app of a WebSocket, which may.
+    - The task that reads the connection, which answers pings and refuses handshakes, never waits for a window: that
+      would come over the same connection.
     - An answer whose app ends before it is reset, so that the client does not wait for ever.
     - A connection without a stream is idle, however its last one ended. It would stay for ever, and hold up a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
@@ -181,6 +192,7 @@ class BoundedProtocol(H2Protocol):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._reader: asyncio.Task[Any] | None = None
         self.streams = _Streams(self.connection)
         context = context_of(self)
         context.http2 = self
@@ -211,9 +223,21 @@ class BoundedProtocol(H2Protocol):
         assert isinstance(buffer, BoundedBuffer)
         if isinstance(event, Body) and isinstance(stream, BoundedStream):
             stream.room.resize(len(event.data))
+        if asyncio.current_task() is not self._reader:
+            await self._send_watched(event, buffer)
+            return
+        if isinstance(event, _DataEvent):
+            await buffer.add(event.data)
+        else:
+            buffer.set_complete()
+        self.priority.unblock(event.stream_id)
+        await self.has_data.set()
+
+    async def _send_watched(self, event: StreamEvent, buffer: BoundedBuffer) -> None:
+        """Send, with a time limit for the client to read it."""
         context = context_of(self)
         buffer.attach(context.kept, partial(self._spawn_reset, event.stream_id))
-        timer = context.watch(buffer)  # limits the client's time to read it
+        timer = context.watch(buffer)
         timer.start(len(event.data) if isinstance(event, _DataEvent) else 0)
         try:
             await super().stream_send(event)
@@ -251,15 +275,12 @@ class BoundedProtocol(H2Protocol):
                 data = b""
                 await asyncio.sleep(self.frames.pause_s)
         except (ProtocolError, TooManyStreamsError) as error:
-            await self._cut(error)
-
-    async def _cut(self, error: ProtocolError | TooManyStreamsError) -> None:
-        self._budget.refuse(str(error))
-        code = error.error_code if isinstance(error, ProtocolError) else ErrorCodes.ENHANCE_YOUR_CALM
-        with contextlib.suppress(ProtocolError):
-            self.connection.close_connection(code)
-        await self._flush()
-        await self.send(Closed())
+            self._budget.refuse(str(error))
+            code = error.error_code if isinstance(error, ProtocolError) else ErrorCodes.ENHANCE_YOUR_CALM
+            with contextlib.suppress(ProtocolError):
+                self.connection.close_connection(code)
+            await self._flush()
+            await self.send(Closed())
 
     async def _priority_updated(self, event: PriorityUpdated) -> None:
         """Hypercorn: the client has sent a priority."""
@@ -293,36 +314,17 @@ class BoundedProtocol(H2Protocol):
             await buffer.end()
 
     async def _handle_events(self, events: list[Event]) -> None:
+        self._reader = asyncio.current_task()
         taken = []
         for event in events:
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
             elif isinstance(event, RequestReceived) and not self._begins(event):
                 continue
-            elif isinstance(event, DataReceived) and isinstance(self.streams.get(event.stream_id), WSStream):
-                websocket = cast(Any, self.streams[event.stream_id])
-                if not websocket.arrived_bytes:
-                    self.task_group.spawn(self._take, websocket)
-                websocket.arrived += event.data
-                websocket.arrived_bytes += event.flow_controlled_length
-                await asyncio.sleep(0)  # it is taken before what came behind it, unless it has to wait
-                continue
             taken.append(event)
         await super()._handle_events(taken)
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
             await self.send(Updated(idle=True))
-
-    async def _take(self, websocket: Any) -> None:
-        """Give a WebSocket the frames that have come, and its client the window for more when its app has them."""
-        try:
-            while window_bytes := websocket.arrived_bytes:
-                data, websocket.arrived = bytes(websocket.arrived), bytearray()
-                await websocket.handle(Body(stream_id=websocket.stream_id, data=data))
-                websocket.arrived_bytes -= window_bytes
-                self.connection.acknowledge_received_data(window_bytes, websocket.stream_id)
-                await self._flush()
-        except ProtocolError as error:
-            await self._cut(error)
 
     def _begins(self, request: RequestReceived) -> bool:
         """Return True if a request is begun; else reset it. Percent-encode a path that is not ASCII."""
@@ -331,6 +333,8 @@ class BoundedProtocol(H2Protocol):
         fields = cast("dict[bytes, bytes]", dict(request.headers))
         path, is_draining = fields.get(b":path"), self.context.terminated.is_set()
         if path is None or is_draining or not fields[b":method"].isascii():
+            if not is_draining:
+                self._budget.spend()  # it takes no place among the open streams
             with contextlib.suppress(ProtocolError):
                 code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
                 self.connection.reset_stream(request.stream_id, code)

@@ -46,8 +46,6 @@ class BoundedWebSocket(WSStream):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.arrived = bytearray()  # frames that are not taken
-        self.arrived_bytes = 0  # of the client's window: these and what is being taken, with padding
         self._incoming = IncomingMessages(self.config.websocket_max_message_size, context_of(self).frames)
 
     async def handle(self, event: Event) -> None:
@@ -58,8 +56,7 @@ class BoundedWebSocket(WSStream):
             return
         error = handshake_error(event.headers, event.http_version)
         if error is not None:
-            self.closed = True
-            self.task_group.spawn(self._refuse, error)  # not here: it waits for the client
+            await self._refuse(error)
             return
         # Without its offer to compress: packing 8 MiB would block every other client.
         headers = [header for header in event.headers if header[0] != b"sec-websocket-extensions"]
@@ -119,8 +116,8 @@ class BoundedWebSocket(WSStream):
         elif isinstance(event, CloseConnection):
             if self.connection.state is not ConnectionState.CLOSED:
                 await self._send_wsproto_event(event.response())
-            await self.send(StreamClosed(stream_id=self.stream_id))
             await self.send(EndData(stream_id=self.stream_id))  # else it is one of the streams that may be open
+            await self.send(StreamClosed(stream_id=self.stream_id))
 
     async def app_send(self, message: ASGISendEvent | None) -> None:
         if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:
@@ -130,6 +127,7 @@ class BoundedWebSocket(WSStream):
             await self._send_wsproto_event(TextMessage(data=cast("dict[str, Any]", message).pop("text")))
 
     async def _send_wsproto_event(self, event: WebSocketEvent) -> None:
+        # Must not wait: the task that reads the connection answers pings here.
         try:
             data = self.connection.send(event)
         except LocalProtocolError:
