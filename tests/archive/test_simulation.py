@@ -284,13 +284,11 @@ def test_an_archive_whose_disk_is_full_is_pruned(service: Archiving, monkeypatch
         for _ in range(3):
             service.ship(0)
         service.leader.rig.clock.ms += archiver.BASE_MS
-    bases, create = service.archive.bases(1), service.leader.bucket.create
+    bases = service.archive.bases(1)
     assert len(bases) > 1
 
     def full(name: str, content: bytes) -> bool:
-        if ".pieces/" in name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-        return create(name, content)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
     with monkeypatch.context() as patched:
         patched.setattr(service.leader.bucket, "create", full)
@@ -298,6 +296,8 @@ def test_an_archive_whose_disk_is_full_is_pruned(service: Archiving, monkeypatch
         for _ in range(3):
             service.ship(0)
     assert service.archive.bases(1)[0] > bases[0]
+    assert not service.archive.has_piece(1, 1)
+    assert service.archive.removals(1) == []
     service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
 
 
@@ -309,30 +309,95 @@ def test_a_clock_that_was_put_back_hides_no_lag(service: Archiving) -> None:
     for _ in range(3):
         service.ship(0)
     clock.skew_ms = 0
-    service.ship(0)
     service.partition(away=True)
     service.append("a", 1, "disk")
+    service.ship(0)
     clock.ms += 60_000
     service.ship(0)
     assert page.archive_lag_ms(clock.now_ms()) >= 60_000
     service.partition(away=False)
 
 
-def test_a_segment_that_is_missing_is_told_and_keeps_no_moment_back(service: Archiving) -> None:
+def test_a_former_leader_that_was_stopped_prunes_nothing_of_its_heirs(service: Archiving) -> None:
+    """It pruned with the history that it was told to keep before it met the piece by which the heir had taken over."""
+    service.append("a", 3, "disk")
+    service.world.keep_ms = archiver.BASE_MS
+    service.archiver_dies(0)
+    for _ in range(3):
+        service.ship(0)
+    service.world.keep_ms = 0
+    for _ in range(4):
+        service.follow([])
+    former = service.leader
+    service.take_over([])
+    for _ in range(2):
+        service.leader.rig.clock.ms += 2 * archiver.BASE_MS
+        service.append("a", 3, "disk")
+        for _ in range(3):
+            service.ship(0)
+    there = set(service.bucket.objects)
+    former.append("b", 1, "disk")
+    for _ in range(2):
+        former.step(0)
+    assert set(service.bucket.objects) == there
+    assert former.rig.shared.control.is_taken_over
+
+
+@pytest.mark.parametrize("is_based", [False, True])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_segment_that_cannot_be_read_is_told_and_keeps_no_moment_back(
+    service: Archiving, is_missing: bool, is_based: bool
+) -> None:
     """The base was tried again at once, without a word and without an end: each time all that could be read was."""
+    for _ in range(3 if is_based else 0):
+        service.ship(0)
+    bases = service.archive.bases(1) if is_based else []
+    assert bool(bases) == is_based
     service.append("a", 12, "disk")
     service.cut()
     data = sorted(Path(service.leader.data_dir).rglob("*.data"))[0]
     data.rename(away := data.with_suffix(".away"))
+    if not is_missing:
+        data.mkdir()  # as with a bad sector, it can be opened and not be read
     with capture_logs() as logs:
-        for _ in range(30):
+        for number in range(30):
+            if number < archiver.BASE_PIECES:
+                service.append("b", 1, "disk")
             service.ship(0)
-    told = [line["reason"] for line in logs if "no base" in line["event"]]
-    assert len(told) == 1
-    assert f"{data}: was replaced or removed, and the newest snapshot lists it" in told[0]
-    assert not service.archive.bases(1)
+    [told] = [line for line in logs if line["log_level"] == "error"]
+    assert told["event"].endswith("moments are shipped" if is_based else "nothing new can be restored until then")
+    reason = (
+        f"{data}: was replaced or removed, and the newest snapshot lists it" if is_missing else f"directory: '{data}'"
+    )
+    assert reason in told["reason"]
+    assert service.archive.bases(1) == bases
+    if not is_missing:
+        data.rmdir()
     away.rename(data)
     service.leader.rig.clock.ms += archiver.BASE_RETRY_MS
+    for _ in range(3):
+        service.ship(0)
+    assert service.archive.bases(1) != bases
+
+
+def test_an_archive_that_is_away_while_files_are_copied_has_its_base_soon(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was not mounted counted as a segment's file that is missing: nothing was archived for a minute."""
+
+    def away(name: str, _content: bytes) -> bool:
+        raise FileNotFoundError(errno.ENOENT, "is missing", name)
+
+    service.append("a", 12, "disk")
+    service.cut()
+    service.ship(0)
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(service.leader.bucket, "create", away)
+        service.archiver_dies(0)
+        for _ in range(3):
+            service.ship(0)
+    assert logs
+    assert not [line for line in logs if "no base" in line["event"]]
     for _ in range(3):
         service.ship(0)
     assert service.archive.bases(1)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.walshard.rig import Rig
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.archive.shipping import Shipper
 from topics.frontend.txn.coordinator import Stages
 from topics.storage import layout, service_id
-from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.archive_objects import Archive, LogEnd, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
-from topics.storage.origin import Origin, RunningEnds, read_tail
+from topics.storage.logfile import WalPosition
+from topics.storage.origin import Origin, OriginGoneError, RunningEnds, read_tail
 
 FS = OsFileSystem()
 
@@ -39,12 +42,27 @@ def test_a_stage_is_read_once(tmp_path: Path) -> None:
     origin = Origin(fs, data_dir, RunningEnds(rig.shared.control.settled_ends))
     shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
     shipper.begin()
-    shipper.base()
+    for _ in range(5):
+        with pytest.raises(OriginGoneError):  # there is no base yet
+            shipper.ship()
+    files = shipper.begin_base()
+    files.copy()
+    for number in range(5):
+        rig.append("t", b"%d" % number)
+        shipper.ship()
+    assert not shipper.is_based
+    assert fs.reads == 0
+    shipper.end_base(files)
+    assert fs.reads == 1
     fs.reads = 0
     for number in range(5):
         rig.append("t", b"%d" % number)
         shipper.ship()
     assert fs.reads == 0
+    for _ in range(5):
+        with pytest.raises(OriginGoneError):
+            read_tail(origin, [LogEnd(0, 1, WalPosition(1, 0))], rig.clock.ms, "")
+    assert fs.reads == 1
     assert all(read_tail(origin, [], rig.clock.ms, "") for _ in range(5))
     assert fs.reads == 1
     rig.shard.close()

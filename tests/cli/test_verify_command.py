@@ -113,10 +113,11 @@ def test_a_url_with_credentials_is_refused_and_not_repeated(arguments: list[str]
     assert "secret" not in said
 
 
-def test_a_file_url_with_two_slashes_is_no_place(tmp_path: Path, capsys: Capture) -> None:
-    """`--to file://mnt/backup` wrote to `/backup`, and said that it had."""
+@pytest.mark.parametrize("slashes", ["file:", "file:/"])
+def test_a_file_url_with_other_than_three_slashes_is_no_place(tmp_path: Path, slashes: str, capsys: Capture) -> None:
+    """`--to file://mnt/backup` wrote to `/backup`, and `--to file:/mnt/backup` to `./file:`, and said that it had."""
     with pytest.raises(SystemExit) as ended:
-        main(["backup", "--data-dir", str(tmp_path), "--to", f"file:/{tmp_path}"])
+        main(["backup", "--data-dir", str(tmp_path), "--to", slashes + str(tmp_path)])
     assert ended.value.code == 2
     assert "or file:///directory" in capsys.readouterr().err
 

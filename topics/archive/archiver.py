@@ -39,7 +39,7 @@ BASE_MS: Final = 86_400_000
 the last base that has it.
 """
 BASE_RETRY_MS: Final = 60_000
-"""The pause before the next base where a segment's file is damaged or missing: each try reads the others again."""
+"""The pause before the next base where a file of a segment cannot be read: each try reads the others again."""
 PRUNE_MS: Final = 3_600_000
 LEADER_SIGN_MS: Final = 2_000
 
@@ -119,6 +119,8 @@ class Archiver:
         """Ship a moment, and take the next step of a base. Return the pause in ms before it is repeated, None if it
         succeeded.
         """
+        cell = self._cell
+        cell.set("moment_ms", min(cell.get("moment_ms"), self._clock.now_ms()))  # the clock may have been put back
         try:
             if self._shipper is None:
                 shipper = self._make_shipper()
@@ -129,10 +131,12 @@ class Archiver:
             pause_ms = NO_MOMENT_MS
         except _FAILURES as error:
             if isinstance(error, TakenOverError):
-                self._cell.set("taken_over", 1)
+                cell.set("taken_over", 1)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             self._tell(error)
+            if self._shipper is not None and isinstance(error, OSError):
+                self._prune()  # the archive's disk may be full; never when somebody took over
         else:
             self._failures, self._told = 0, ""
             return None
@@ -144,7 +148,6 @@ class Archiver:
 
     def _ship(self, shipper: Shipper) -> None:
         """Ship a moment, and take the next step of a base."""
-        self._prune()  # first: an archive whose disk is full takes nothing
         began_ms, self._noted_bytes = self._clock.monotonic_ms(), self._log_bytes
         try:
             shipped = shipper.ship(self._plan.gives_signs and began_ms - self._shipped_ms >= LEADER_SIGN_MS)
@@ -156,6 +159,7 @@ class Archiver:
         self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
         self._tend_base(shipper)
+        self._prune()
 
     def _note(self, shipper: Shipper, shipped: Shipped) -> None:
         """Show how far the archive is, once a restore can get there."""
@@ -214,9 +218,10 @@ class Archiver:
         if not work.done():
             return
         self._underway = None
-        if isinstance(error := work.exception(), FileNotFoundError | EOFError):
+        if isinstance(error := work.exception(), Exception) and files.has_unread:
             self._base_not_before_ms = self._clock.monotonic_ms() + BASE_RETRY_MS
-            self._tell(error, "no base can be made now, which will be repeated; moments are shipped")
+            so = "moments are shipped" if shipper.is_based else "nothing new can be restored until then"
+            self._tell(error, f"no base can be made now, which will be repeated; {so}")
             return
         try:
             work.result()

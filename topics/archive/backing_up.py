@@ -49,9 +49,9 @@ def backup(
                 origin = Origin(fs, data_dir, ends, cold_place)
                 mask = service_id.epoch_mask(fs, data_dir)
                 own_id, owner = service_id.keep_id(fs, data_dir), os.stat(data_dir)
-                noted = os.stat(id_path := note_path(data_dir, service_id.NAME))
+                noted = os.lstat(id_path := note_path(data_dir, service_id.NAME))
                 if os.geteuid() == 0 and noted.st_uid != owner.st_uid:  # the service's user has to read what root notes
-                    os.chown(id_path, owner.st_uid, owner.st_gid)
+                    os.lchown(id_path, owner.st_uid, owner.st_gid)
                 shipper = Shipper(archive, origin, own_id, clock, told, mask)
                 shipper.begin()
                 return shipper.base()

@@ -41,6 +41,8 @@ class BaseFiles:
         self.refs: dict[str, FileRef] = {}
         """All files, by their paths, once they are copied."""
         self.put_bytes = self.put_objects = 0
+        self.has_unread = False
+        """True if a file cannot be read, here or in the cold tier: no fault of the archive."""
         self._store = store
         self._origin = origin
         self._generation = generation
@@ -67,6 +69,7 @@ class BaseFiles:
                 if newest is None or newest.body != self.body:
                     raise
                 way_out = "if the next one does, too, mount its disk or restore it from a copy"
+                self.has_unread = True
                 raise FileNotFoundError(errno.ENOENT, f"{gone}, and the newest snapshot lists it: {way_out}") from gone
             finally:
                 self._is_over.set()
@@ -80,16 +83,23 @@ class BaseFiles:
         """Copy the files of a segment; return them, each with the bytes that were put for it."""
         if self._is_over.is_set():
             raise InterruptedError("the base was given up")
-        idx = self._origin.read_segment_file(segment.idx)
+        idx = self._read(segment.idx)
         # Data and tags never change: offsets, lengths and times of all records tell whether they are those.
         identity = index_digest(idx)
         copied = [self._copy_file(segment.data, identity)]
         if segment.tags is not None:
             copied.append(self._copy_file(segment.tags, identity))
         # Data before the index: a deletion marks the frame, then the index.
-        idx = self._origin.read_segment_file(segment.idx)
+        idx = self._read(segment.idx)
         copied.insert(0, self._copy_file(segment.idx, xxh3_64_intdigest(idx), idx))
         return copied
+
+    def _read(self, file: SegmentFile) -> bytes:
+        try:
+            return self._origin.read_segment_file(file)
+        except (OSError, EOFError):
+            self.has_unread = True
+            raise
 
     def _copy_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> tuple[FileRef, int]:
         _, topic, own = file.path.split("/")
@@ -99,7 +109,7 @@ class BaseFiles:
         if known is not None and known.name.startswith(stem):
             return known, 0
         if content is None:
-            content = self._origin.read_segment_file(file)
+            content = self._read(file)
         digest = xxh3_64_intdigest(content)
         other_name = f"{stem}{digest:016x}-{own}"
         # A base may have an object of the first name already, read when other records were marked as deleted.

@@ -89,6 +89,9 @@ class Follower:
 
     def step(self) -> float:
         """Take what is new. Return the pause in s before it is repeated after a failure, else 0."""
+        cell, replica, now_ms = self._cell, self._replica, self._clock.now_ms()
+        replica.looked_ms = min(replica.looked_ms, now_ms)  # the clock may have been put back
+        cell.set("moment_ms", min(cell.get("moment_ms"), now_ms))
         try:
             if not self._has_begun:
                 note = read_note(self._fs, self._settings.data_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -236,8 +237,13 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
         listed = {name for removal in left for name in removal.names}
         if names := [name for name in going if name not in listed]:
             number = max((removal.number for removal in left), default=0) + 1
-            while not archive.store.create(removal_name(generation, number), encode(Removal(number, names))):
-                number += 1  # another pruning has taken it
+            try:
+                while not archive.store.create(removal_name(generation, number), encode(Removal(number, names))):
+                    number += 1  # another pruning has taken it
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                number = 0  # no room for the note: what goes makes some. If this is killed, some of it stays
             left.append(Removal(number, names))
         total += sum(len(removal.names) for removal in left) + is_over
         for removal in left:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from topics.archive.base_files import BaseFiles
@@ -127,7 +127,7 @@ class Shipper:
             if last is None:
                 close_former(self._archive, newest.number - 1, self._clock, self._service_id)
             is_open = last is None or not last.taken_over_by
-        logs, _ = self._moment()  # after the look at what is shipped: it cannot be before that
+        logs, _ = self._moment(None)  # after the look at what is shipped: it cannot be before that
         if not is_open or not self._goes_on(logs):
             number = max(numbers, default=0) + 1
             self._new_generation(number, logs, _former_ids(newest, self._service_id))
@@ -154,7 +154,7 @@ class Shipper:
 
         Raise OriginGoneError if logs were removed before they were shipped, or none was: `begin_base` goes on.
         """
-        logs, txn = self._moment()
+        logs, txn = self._moment(self._txn if self.is_based else None)
         if not self._ends:
             raise OriginGoneError("nothing is shipped yet")
         try:
@@ -185,7 +185,7 @@ class Shipper:
         """
         assert self._generation is not None
         snapshot = load_snapshot(self._origin.fs, self._origin.data_dir)
-        logs, _ = self._moment()
+        logs, _ = self._moment(None)
         starts = [self._origin.start(log, snapshot) for log in logs]
         self._go_on(logs, starts)
         return BaseFiles(self._store, self._origin, self._generation.number, snapshot, starts, self._files, self._told)
@@ -196,7 +196,7 @@ class Shipper:
         self._bytes += files.put_bytes
         self._objects += files.put_objects
         self._txn = {}  # so that no restore from this base needs pieces before it
-        logs, txn = self._moment()
+        logs, txn = self._moment(self._txn)
         self._go_on(logs, files.starts)
         needs_base = self._has_part
         self._ship(logs, txn, self._ends, needs_base=needs_base)
@@ -272,9 +272,9 @@ class Shipper:
 
     # -- a moment
 
-    def _moment(self) -> tuple[list[LogPlace], TxnState]:
+    def _moment(self, known: Mapping[str, TxnFile] | None) -> tuple[list[LogPlace], TxnState]:
         try:
-            found = self._origin.moment(self._txn)
+            found = self._origin.moment(known)
         except OriginGoneError as gone:
             raise NoMomentError(str(gone)) from gone
         if found is None:

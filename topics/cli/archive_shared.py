@@ -65,7 +65,7 @@ def _run(name: str, work: Work, options: argparse.Namespace) -> int:
 
 def place(text: str) -> str:
     """Parse an argument: a directory, or the URL of a bucket. No message repeats one that has credentials in it."""
-    if "://" in text:
+    if "://" in text or text.startswith("file:"):
         url = bucket_url("")
         try:
             url.parse(text)

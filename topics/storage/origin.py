@@ -132,9 +132,9 @@ class Origin:
             found.append(LogPlace(group.shard, start.log_id, group.path, end))
         return found
 
-    def moment(self, known: Mapping[str, TxnFile]) -> tuple[list[LogPlace], TxnState] | None:
+    def moment(self, known: Mapping[str, TxnFile] | None) -> tuple[list[LogPlace], TxnState] | None:
         """Return (logs, files of transactions by path) as they all were at one time; None if nobody can tell now.
-        Stages never change, and may be many bytes: those that are `known`, by path, are not read.
+        Stages never change, and may be many bytes: those that are `known`, by path, are not read; with None no file is.
 
         A batch over topics is decided by its sink's file and published by the logs. If no such file changed while the
         ends were read, the logs have no part of a batch that the files do not know.
@@ -145,7 +145,7 @@ class Origin:
             if ends is None:
                 return None
             try:
-                files = {path: self._txn_bytes(path, known) for path in before}
+                files = {} if known is None else {path: self._txn_bytes(path, known) for path in before}
             except FileNotFoundError:
                 continue
             if self._txn_heads() == before:
@@ -316,12 +316,12 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
     if found is None:
         return None
     logs, txn = found
+    origin.told = {path: file for path, (file, _) in sorted(txn.items())}  # also if these ends are refused below
     ends = ends or [LogEnd(log.shard, log.log_id, log.end, origin.bytes_before(log, log.end) or b"") for log in logs]
     _check_ends(origin, logs, ends)
     draft, is_whole = PieceDraft(ends), True
     for log in logs:
         is_whole &= _add_tail(origin, log, draft)
-    origin.told = {path: file for path, (file, _) in sorted(txn.items())}
     files = list(origin.told.values())
     piece = Piece(0, now_ms, "", draft.parts, draft.ends, is_whole, True, files, leader_url=leader_url)
     return encode(piece, draft.payload)

@@ -121,6 +121,7 @@ class LocalStore:
         try:
             with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
+                _give(fd, os.path.dirname(path))  # before it has its name, which might be another file's by then
                 self._fs.fdatasync(fd)
             if os.path.dirname(draft) != os.path.dirname(path):
                 self._remove_old_drafts(draft)
@@ -129,9 +130,12 @@ class LocalStore:
             except FileNotFoundError:  # a `delete` has removed the directory, which was empty
                 self._make_directory(os.path.dirname(path))
                 self._fs.link(draft, path)
-            _give(path, os.path.dirname(path))
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.filename == draft:
+                error.filename = path  # each draft has another name: who logs it once compares
+            raise
         finally:
             with suppress(OSError):
                 self._fs.unlink(draft)
@@ -239,9 +243,11 @@ def _is_found(fs: FileSystem, path: str) -> bool:
     return False
 
 
-def _give(path: str, folder: str) -> None:
-    """Give what root has made to the owner of a folder, for whose user it may be."""
+def _give(made: str | int, folder: str) -> None:
+    """Give what root has made, a directory or an open file, to the owner of a folder, for whose user it may be. A link
+    that is in its place by now is not followed.
+    """
     if os.geteuid() == 0:
         with suppress(OSError):
             owner = os.stat(folder)
-            os.chown(path, owner.st_uid, owner.st_gid)
+            os.chown(made, owner.st_uid, owner.st_gid, follow_symlinks=isinstance(made, int))
