@@ -78,9 +78,8 @@ class Holds:
             time.sleep(LOOK_S)
             began_ns = self._began_ns
             if began_ns and time.monotonic_ns() - began_ns > NOTED_US * 1000:
-                frame = sys._current_frames().get(self._thread)
-                if frame is not None and not self._where:
-                    self._where = place(frame)
+                if not self._where:
+                    self._where = place(frame_of(self._thread))
 
 
 class Probe:
@@ -101,6 +100,19 @@ class Probe:
         self._holds.end()
         self._holds.begin()
         self._loop.call_later(TICK_S, self._tick)
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return where a thread is. No garbage is collected meanwhile: the interpreter holds a lock over all threads, and
+    before 3.12 a callback of the collector that lets another thread run ends in a deadlock with it.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def place(frame: FrameType | None) -> str:
