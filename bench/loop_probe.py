@@ -77,9 +77,8 @@ class Holds:
         while True:
             time.sleep(LOOK_S)
             began_ns = self._began_ns
-            if began_ns and time.monotonic_ns() - began_ns > NOTED_US * 1000:
-                if not self._where:
-                    self._where = place(frame_of(self._thread))
+            if began_ns and time.monotonic_ns() - began_ns > NOTED_US * 1000 and not self._where:
+                self._where = place(frame_of(self._thread))
 
 
 class Probe:
