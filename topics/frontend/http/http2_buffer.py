@@ -185,6 +185,7 @@ class BoundedProtocol(H2Protocol):
     - An answer whose app ends before it is reset, so that the client does not wait for ever.
     - A connection without a stream is idle, however its last one ended. It would stay for ever, and hold up a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
+    - A GOAWAY without an error is dropped: h2 would send nothing any more, not even the answers that are due.
     - The rest of a body behind its answer is dropped (`_Streams`).
     - A request whose method or path cannot be read ends no other. One that comes during a drain may be sent again.
     - Priorities are ignored (RFC 9113 §5.3): streams of no request would fill their tree.
