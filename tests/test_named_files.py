@@ -121,5 +121,6 @@ def test_the_guard_sees_strays() -> None:
     assert strays(table) == ["`topics/archive`: origin.py", "— `commit`: shard.py"]
 
 
-def test_reliability_names_its_tests() -> None:
-    assert len({name for name in named((ROOT / "docs" / "reliability.md").read_text()) if "/test_" in name}) > 40
+@pytest.mark.parametrize("page", ["reliability.md", "bugs-found.md"])
+def test_reliability_names_its_tests(page: str) -> None:
+    assert len({name for name in named((ROOT / "docs" / page).read_text()) if "/test_" in name}) > 40
