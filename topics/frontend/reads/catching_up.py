@@ -80,7 +80,8 @@ class CatchingUp:
     def _has_all(self, registry: RouterRegistry, name: str) -> bool:
         """Return whether there is nothing to wait for; False also when that is not known."""
         try:
-            # Look from the far end on: a record that arrives there meanwhile does not make the nearer ones look behind.
+            # Look from the far end on. Otherwise a record that is copied into a topic behind the look at its readers
+            # would be missed: the whole chain would count as complete without it.
             return not any(self._is_behind(registry, dest) for dest in reversed(list(registry.upstream(name))))
         except TopicsError:
             return False
