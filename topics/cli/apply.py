@@ -1,7 +1,7 @@
 """`topics apply -f FILE`: topics, routers, cursors as a file declares them. `plan` is pure; `carry_out` asks and does.
 
-What the file does not declare is left alone, and deleted only with `--prune`. The file answers for what hangs on its
-topics: their cursors, the routers between them, and, if it has a `prefix`, all topics and routers whose names begin so.
+The command leaves alone what the file does not declare. With `--prune` it deletes undeclared things that the file is
+responsible for: cursors of its topics, routers between them, and all topics and routers with its `prefix`, if given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIGNS: Final = {"create": ("+", "good"), "change": ("~", "warn"), "delete": ("-
 
 
 class DeclaredCursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A cursor in a file. `from_seq` and `tail` say where a new one begins, and move no other."""
+    """A cursor in a file. `from_seq` and `tail` say where a new one begins; they do not move an existing one."""
 
     consistency: Consistency = "at_least_once"
     persist_every: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -56,7 +56,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deployed(NamedTuple):
-    """The fields of what a service has: of topics by name, routers by name, cursors by topic and name."""
+    """The fields of everything that a service has: topics by name, routers by name, cursors by topic and name."""
 
     topics: dict[str, dict[str, Any]]
     routers: dict[str, dict[str, Any]]
@@ -100,11 +100,11 @@ def _apply(client: Client, options: argparse.Namespace) -> int:
 
 
 def carry_out(client: Client, command: str, manifest: Declaration, options: argparse.Namespace) -> int:
-    """Print what has to change, ask, and do it. Only `apply` prints to stdout, and of what is not declared."""
-    plan(manifest, Deployed({}, {}, {}))  # what can never be is refused before anybody is asked
+    """Print the changes, ask the person, and make them. Only `apply` prints to stdout, and lists undeclared things."""
+    plan(manifest, Deployed({}, {}, {}))  # refuses impossible declarations before the service is asked
     steps, undeclared = plan(manifest, deployed(client, manifest, undeclared=command == "apply"))
     if command == "apply" and options.prune:
-        # A dest has one source, so a router goes before another one comes.
+        # A dest has one source, so an old router must be deleted before a new one is made.
         steps = [step for step in undeclared if step.kind == "router"] + steps
         steps, undeclared = steps + [step for step in undeclared if step.kind != "router"], []
     if command != "apply":
@@ -129,7 +129,7 @@ def carry_out(client: Client, command: str, manifest: Declaration, options: argp
 
 
 def deployed(client: Client, manifest: Declaration, undeclared: bool) -> Deployed:
-    """Ask the service for all that the file names and, for what is `undeclared`, for all that it answers for."""
+    """Ask the service for all that the file names. With `undeclared`, also for all that the file is responsible for."""
     names, dests = {*manifest.topics, *manifest.cursors}, sorted(_named(manifest)) if undeclared else []
     routers = [one for dest in counted(dests, " dests", len(dests)) for one in client.list_routers(dest=dest)]
     if manifest.prefix is not None:
@@ -151,7 +151,7 @@ def deployed(client: Client, manifest: Declaration, undeclared: bool) -> Deploye
 
 
 def plan(manifest: Declaration, now: Deployed) -> tuple[list[Step], list[Step]]:
-    """Return the steps to what the file declares, and the deletions of what it answers for and does not declare."""
+    """Return the steps to what the file declares, and the deletions of undeclared things of its responsibility."""
     return list(_declared(manifest, now)), list(_undeclared(manifest, now))
 
 
@@ -204,7 +204,7 @@ def _checked(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> Ite
 
 
 def _undeclared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
-    """Yield the deletions, of routers and cursors before topics. A topic that a declaration names is not undeclared."""
+    """Yield the deletions of undeclared routers and cursors, then topics. A topic named anywhere counts as declared."""
     named, prefix = _named(manifest), manifest.prefix
     for name, router in now.routers.items():
         ours = {router["source"], router["dest"]} <= named or (prefix is not None and name.startswith(prefix))
@@ -219,7 +219,7 @@ def _undeclared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
 
 
 def _named(manifest: Declaration) -> set[str]:
-    """Return the topics that a declaration names; each of them may be the dest of routers that it does not."""
+    """Return the topics that a declaration names. Undeclared routers may copy into any of them."""
     named = {*manifest.topics, *manifest.cursors, *(given.get("dead_letter") for given in manifest.topics.values())}
     named |= {given[end] for given in manifest.routers.values() for end in ("source", "dest")}
     return {name for name in named if name}

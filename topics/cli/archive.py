@@ -1,4 +1,4 @@
-"""`topics archive`: what an archive has, whether it is whole, and what of it is not needed any more."""
+"""`topics archive`: lists an archive, verifies it, and removes what is not needed any more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`topics bench`: how fast a service writes, delivers and reads, as a client on this machine sees it.
 
 Each phase repeats one kind of request in a closed loop: a connection sends its next request when the last one is
-answered. So figures are those of a service that is never asked for more than it does.
+answered. So the service is never asked for more than it can do, and the figures do not show overload.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def phases(client: Client, topic: str, options: argparse.Namespace) -> Iterator[
 
 
 def _reader(client: Client, topic: str) -> Iterator[int]:
-    """Read a page at each step, from the first one again behind the last."""
+    """Read one page at each step; begin again at the first page after the last."""
     position = 0
     while True:
         page = client.diff(topic, position, limit=READ_PAGE)

@@ -1,4 +1,4 @@
-"""`topics completion SHELL`: completions out of the parsers of all commands."""
+"""`topics completion SHELL`: prints completions made from the parsers of all commands."""
 
 from __future__ import annotations
 

@@ -61,5 +61,5 @@ def make_parser(whole: Collection[str | None]) -> argparse.ArgumentParser:
                 importlib.import_module(f"topics.cli.{module}").fill(command)
             except ModuleNotFoundError:
                 if len(whole) == 1:
-                    raise  # of all commands, those without their packages have no arguments
+                    raise  # in a parser of all commands, one whose packages are missing just has no arguments
     return parser

@@ -197,7 +197,7 @@ def _redrive(client: Client, options: argparse.Namespace) -> int:
     dead_letter = options.dead_letter or _state_of_queue(client, options.topic).config["dead_letter"]
     if dead_letter is None:
         raise UsageError(f"queue {options.topic!r} has no dead_letter: name the topic of its dead letters with --from")
-    # Only as many as there are now: jobs that fail again meanwhile must not go round for ever.
+    # Move only as many as there are now: jobs that fail again meanwhile must not go round for ever.
     there = client.get_topic(dead_letter, touch=False)
     left = there.count if options.max_jobs is None else min(there.count, options.max_jobs)
     redriven = 0

@@ -71,7 +71,7 @@ def read_pages(
 
 
 def counted_pages(pages: Iterable[Page], limit: int | None, *, shown: bool = True) -> Iterator[Page]:
-    """Yield pages, with a bar that counts seqs up to the head; not beside records that are `shown` on a terminal."""
+    """Yield pages, and count seqs up to the head in a bar, unless the terminal shows the records (`shown`)."""
     start: int | None = None
     with progress(" records", 0, shown=shown) as bar:
         for page in pages:

@@ -64,7 +64,7 @@ def _topic_seq(text: str) -> tuple[str, int]:
 
 
 def _give_up(number: int, _: object) -> None:
-    """End the restore as Ctrl-C does: it gives its loan back, which another signal does not cut short."""
+    """End the restore as Ctrl-C does: it gives its loan back. Ignore a second signal meanwhile."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
     archive = Archive(open_archive(fs, options.place))
     if options.take_over:
         with reserved(options.data_dir):
-            plan(archive, WantedMoment())  # nobody is shut out if nothing can be restored
+            plan(archive, WantedMoment())  # raises if nothing can be restored, before the former service is shut out
             close_archive(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
     topic, seq = options.to_seq or (None, 0)
     found = plan(archive, WantedMoment(options.to_ts, topic, seq))

@@ -68,7 +68,7 @@ def add_verb(verbs: Any, command: str, name: str, work: Work, *, about: str, exa
 
 def add_where(parser: argparse.ArgumentParser) -> None:
     """Add the options for the service's address and the key."""
-    # SUPPRESS, not None: `topics queue` has them before and after its verb, and a default after it would win.
+    # SUPPRESS, not None: `topics queue` has them before and after its verb, and a later default would win.
     to = parser.add_argument_group("service")
     to.add_argument(
         "--url",
@@ -155,7 +155,7 @@ def _key(options: argparse.Namespace) -> str | None:
         raise UsageError(f"key file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         key = ""
-    # A wrong file may hold another secret: no message shows its contents.
+    # No message shows the contents of a wrong file, which may hold another secret.
     if not key.isprintable() or not key or " " in key:
         raise UsageError(f"key file {path}: has to hold one API key, in printable ASCII, and nothing else")
     return key
@@ -194,7 +194,7 @@ def record_lines(records: Sequence[Record], topic: str | None = None) -> bytes:
         return b""
     lines = _encoder.encode_lines(records).replace(b"\r", b" ")
     if lines.count(b"\n") != len(records):
-        # Some `data` has several lines: the service keeps it as it was written.
+        # `data` may have several lines, since the service keeps it as it was written.
         lines = b"".join(one_line(_encoder.encode(record)) + b"\n" for record in records)
     if topic is None:
         return lines

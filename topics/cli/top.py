@@ -73,10 +73,10 @@ def _top(client: Client, options: argparse.Namespace) -> int:
 
 
 def rates(before: Look | None, look: Look) -> dict[str, float | None]:
-    """Return how much of each was done a second between two looks; None without an earlier one."""
+    """Return the rate of each metric per second between two looks; None without an earlier look."""
     if before is None or look.at_s <= before.at_s:
         return dict.fromkeys(COUNTERS)
-    # A service that was restarted meanwhile counts from 0.
+    # A service that was restarted in between counts from 0.
     span_s = look.at_s - before.at_s
     return {
         name: max(0, look.metrics.get(metric, 0) - before.metrics.get(metric, 0)) / span_s

@@ -137,7 +137,7 @@ class _Writing:
         self._first_seq = written.first_seq if self._first_seq is None else min(self._first_seq, written.first_seq)
         self._last_seq = max(self._last_seq or 0, written.last_seq)
         self._count += written.count
-        # Under a key of the client's own, `deduped` means that the answer to its first attempt was lost.
+        # With a key that the client made itself, `deduped` only means that the answer to its first attempt was lost.
         self._deduped += written.count if written.deduped and field is not None else 0
         wanted = self._config.get("durability", written.durability)
         if not self._class_checked and written.durability != wanted:
@@ -158,8 +158,8 @@ class _Writing:
 
 
 def is_certain(error: BaseException) -> bool:
-    """Return whether a write that failed with this error wrote nothing. An earlier attempt may have been committed
-    without an answer, except when the service refuses the write itself: a committed one would have been answered.
+    """Return whether a write that failed with this error certainly wrote nothing. In general an earlier attempt may
+    have been committed without an answer. If the service refuses the write itself, none was: it would report that one.
     """
     if isinstance(error, BadLineError) or (isinstance(error, ApiError) and error.status in (400, 409, 413, 422)):
         return True

@@ -1,11 +1,11 @@
-"""The records that a producer has to send: which batch goes next, and what becomes of each record. Pure.
+"""The records that a producer has to send: which batch goes next, and the outcome of each record. Pure.
 
     add ──▶ open batch ──full, old enough or flushed──▶ sealed parts ──▶ one part at a time under way ──▶ settled
 
 A part is sent with the producer's next number `n`, and again with the same `n` until there is an answer, so the service
-appends it once. A refused part has used up no number: its halves follow in its place until the bad record is alone, and
-is rejected alone. Any other failure ends the producer: nothing behind a part may be written if the part was not. So
-records are in the topic in the order of `add`, each once.
+appends it once. If the service refuses a part for a bad record, the number is still free: the halves of the part follow
+in its place, until the bad record is alone and only it is rejected. Any other failure ends the producer, since nothing
+behind an unwritten part may be written. So records are in the topic in the order of `add`, each once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Batch:
         self._unseen = unseen
 
     def seq_of(self, index: int) -> int:
-        """Return the seq of a settled record, or raise what became of it."""
+        """Return the seq of a settled record, or raise its error."""
         for start, stop, first_seq in self.first_seqs:
             if start <= index < stop:
                 return first_seq + index - start
@@ -79,7 +79,7 @@ class Batch:
         assert error is not None, "the record is settled"
         with suppress(ValueError):
             self._unseen.remove(error)
-        raise error.with_traceback(None)  # else it would keep the frames of all who ask
+        raise error.with_traceback(None)  # a kept traceback would keep the frames of all callers
 
 
 class BatchPart(NamedTuple):
@@ -149,21 +149,21 @@ class Accumulator:
             self._parts.append(BatchPart(batch, 0, batch.unsettled))
 
     def pause_s(self) -> float | None:
-        """Return how long nothing has to be sent: 0 when there is something, None until the next record."""
+        """Return the seconds until something is to be sent: 0 for now, None if that needs another record first."""
         if self._parts or self._open is None:
             return 0.0 if self._parts else None
         return max(0.0, self._open.begun_s + self._limits.linger_ms / 1000 - self._clock())
 
     def take(self) -> BatchPart:
-        """Return the part that goes next. It is the same one until it was written or refused."""
+        """Return the part that goes next. Return the same one until `note` has its outcome."""
         if not self._parts:
             self.seal()
         return self._parts[0]
 
     def note(self, outcome: int | Exception) -> None:
-        """Note the first seq of the part under way, which is in the topic, or that one of its records is refused."""
+        """Note the outcome of the part under way: its first seq, or the error for one of its records."""
         if not self._parts:
-            return  # all have failed meanwhile
+            return  # `fail` has settled all records meanwhile
         batch, start, stop = self._parts.popleft()
         if isinstance(outcome, int):
             self.n += 1

@@ -1,9 +1,9 @@
 """Rules for repeats: which requests are sent again, and after which pause.
 
-A request is repeated when a repeat has no further effect (reads, PUT, DELETE, writes with an idempotency key), and when
-it was certainly not carried out: no connection was made, or the service says that it did nothing (408, 429,
-`not_ready`, `shutting_down`, `storage_unavailable` but for cause `archive`). Otherwise it may have been carried out. A
-proxy that does not reach the service (502, 504) has lost the answer.
+A request is repeated in two cases. Either a repeat has no further effect (reads, PUT, DELETE, writes with an
+idempotency key), or it was certainly not carried out: no connection was made, or the service says that it did nothing
+(408, 429, `not_ready`, `shutting_down`, `storage_unavailable` except with cause `archive`). In all other cases it may
+have been carried out, also after 502 or 504 from a proxy, which has lost the answer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NOT_CARRIED_OUT: Final = frozenset(
 PASSES_BY_WAITING = frozenset(
     ("max_inflight_per_key", "max_connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
 )
-"""Limits on requests and connections in progress, which end by themselves."""
+"""Limits on requests and connections in progress. These end by themselves, so waiting helps."""
 
 
 class Retry(msgspec.Struct, frozen=True):
     """The time for repeats of a request, and the pauses between them: doubled from the first to the longest, each drawn
     from its upper half, but never shorter than `Retry-After`.
 
-    `total_s` has to stay below the topics' `idempotency_window_ms` (120 s unless configured): a repeat after that
-    would be a second write.
+    `total_s` has to stay below the topics' `idempotency_window_ms` (120 s unless configured): a later repeat would be a
+    second write.
     """
 
     total_s: float = 60.0
@@ -50,7 +50,7 @@ class Retry(msgspec.Struct, frozen=True):
 
 RETRY: Final = Retry()
 UNKNOWN: Final = "unknown"
-"""The code of an answer that no service gave, but a proxy that does not reach it, say."""
+"""The code of an answer that did not come from a service, but from a proxy, for example."""
 STOPPING: Final = "server_shutting_down"
 """The code of the last event of a stream that ends because its service stops."""
 
@@ -93,11 +93,11 @@ class Attempts:
     def pause_after_refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> float:
         """Return the pause before the next attempt after an answer outside of 2xx; ApiError when there is none."""
         error = error_of(status, body)
-        # A write that the archive did not get in time is in the log.
+        # With cause `archive` the write is in the log; only the archive did not get it in time.
         not_carried_out = error.code in NOT_CARRIED_OUT and error.detail.get("cause") != "archive"
         self._may_be_done |= isinstance(error, ServiceBusyError | ServiceFaultError) and not not_carried_out
         limit = error.detail.get("limit")
-        # Another address helps, not waiting; nor with resource limits (api §11) that count what stays.
+        # Waiting does not help against a follower, nor against limits (api §11) on what is stored.
         passes = error.code != NOT_LEADER and (limit is None or limit in PASSES_BY_WAITING)
         again = isinstance(error, ServiceBusyError) and passes and (self._repeatable or not_carried_out)
         return self._pause(error, _asked_for_s(headers, error) if again else math.inf)
@@ -126,7 +126,7 @@ def error_of(status: int, body: bytes) -> ApiError:
 
 
 def describe(error: Exception) -> str:
-    """Return the text of an exception, or its class where it has none."""
+    """Return the text of an exception, or the name of its class if it has no text."""
     return str(error) or type(error).__name__
 
 

@@ -41,7 +41,7 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
     of_leader: bool = False
     """True for a read that needs what was just written: no follower may answer it."""
     waits: bool = False
-    """True for a long poll, which an AsyncClient counts as little as an event stream."""
+    """True for a long poll. Like event streams, these do not count in an AsyncClient's REQUESTS_MAX."""
 
     @property
     def target(self) -> str:
@@ -69,7 +69,7 @@ def of_leader(call: Call[T]) -> Call[T]:
 
 
 class LeasedJob(Protocol):
-    """A claimed job. `lease_id` fences it: after the end of that lease it cannot be settled under it."""
+    """A claimed job. `lease_id` fences it: once that lease has ended, the job cannot be settled with it."""
 
     @property
     def seq(self) -> int: ...
@@ -109,7 +109,7 @@ def _decoder(answer: Any) -> Callable[[bytes], Any]:
 
 
 def _records(records: Iterable[Any]) -> list[Any]:
-    if isinstance(records, (Mapping, str, bytes)):  # their parts would be written, the keys of a dict among them
+    if isinstance(records, (Mapping, str, bytes)):  # iterable, but a single record: its parts would be written
         raise TypeError(f"records are a list, not one {type(records).__name__}: put it into [ ]")
     return [record if isinstance(record, NewRecord) else NewRecord(record) for record in records]
 
@@ -126,7 +126,7 @@ def encode_body(body: object, name: str = "") -> bytes:
     content = _encode_json(body)
     # `rfind` takes half of the time that `in` takes.
     if content.rfind(b"null") >= 0 and _may_be_infinite(body):
-        # The encoder's only other type without a plain form is Raw, which is JSON text.
+        # Raw, which is JSON text, is the only type that needs the hook.
         for path, value in _numbers(msgspec.to_builtins(body, enc_hook=lambda _raw: None), name):
             if not math.isfinite(value):
                 raise NotFiniteError(path.removeprefix("."), value)
@@ -268,7 +268,7 @@ def append(
 
 
 def append_encoded(topic: str, records: bytes, body: requests.AppendBody) -> Call[answers.AppendAnswer]:
-    """Write records that are a JSON list already; `body` has the rest, a producer or a key among it."""
+    """Write records that are encoded as a JSON list already. `body` has the other fields, such as producer or key."""
     call = _call("POST", answers.AppendAnswer, "topics", topic, body=body, query="return_seqs=false")
     assert call.body is not None
     before, behind = call.body.split(b"[]", 1)
@@ -296,7 +296,9 @@ def diff(
 def delete_records(
     topic: str, *, before_seq: int | None = None, match: str | list[str] | None = None
 ) -> Call[answers.DeleteRecordsAnswer]:
-    """Delete records below a seq, with a tag (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or those that fit both."""
+    """Delete records below `before_seq`, records whose tag matches (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or, with
+    both arguments, records that fit both.
+    """
     body = requests.DeleteBody(before_seq, match)
     # A repeat would also delete what was written since.
     return _call("POST", answers.DeleteRecordsAnswer, "topics", topic, "delete", body=body, repeatable=match is None)
@@ -424,7 +426,7 @@ def read_cursor(
 
 
 def stage(topic: str, txn: str, records: Iterable[Any]) -> Call[answers.StageAnswer]:
-    """Stage records under a transaction, unseen until it commits. What a repeat stages, nobody commits: it expires."""
+    """Stage records under a transaction, unseen until it commits. A repeated call leaves a stage that just expires."""
     return _call("POST", answers.StageAnswer, "stage", topic, body=requests.StageBody(txn, _records(records)))
 
 

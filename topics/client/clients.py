@@ -44,14 +44,14 @@ log = logging.getLogger("topics.client")
 
 
 class Connection(Commands):
-    """The service that a client talks to, and how its requests are sent and repeated: the rules of both clients, as
-    coroutines that never suspend in a `Client`. ClientError for a bad `url`.
+    """The base of both clients: it sends requests to the service and repeats them. Its methods are coroutines, which
+    never suspend in a `Client`. ClientError for a bad `url`.
     """
 
     def __init__(
         self, servers: tuple[Servers, Servers], retry: Retry, pause: Callable[[float], Awaitable[None]]
     ) -> None:
-        """`servers` are those who are asked to write, and to read."""
+        """`servers` are (the servers for requests that change anything, those for requests that only read)."""
         self._writes, self._reads = servers
         self._retry = retry
         self._pause = pause
@@ -77,7 +77,7 @@ class Connection(Commands):
             except TransportError as error:
                 trouble = describe(error)
                 servers.move_on(server)
-                # What did not leave goes to the next address whatever the time: the first ones may be dead for good.
+                # A request that did not leave goes to every address, even when its time is over: some may be dead.
                 if not (untried and isinstance(error, NotSentError)):
                     pause_s = attempts.pause_after_failure(error)
             else:
@@ -101,7 +101,8 @@ class Connection(Commands):
                 continue
             if not stays:
                 untried = len(servers) - 1
-            # Who repeats without an end, as producers do, gets no error that would say why. A brake is no trouble.
+            # A client that repeats for ever (a producer's) raises no error that says why it waits, so log it, unless
+            # the service only slows it down.
             code = "" if refusal is None else refusal.code
             endless = self._retry.total_s == math.inf and code != THROTTLED
             if (endless or code == NOT_LEADER) and not is_told:
@@ -110,7 +111,7 @@ class Connection(Commands):
             await self._pause(pause_s)
 
     def _producers_own(self, connect: Callable[..., Any], **options: Any) -> Any:
-        """Return a connection of a producer's own. It knows if this one has found a leader."""
+        """Return a producer's own connection. It takes over whether this one has found a leader."""
         made = connect(retry=self._retry.for_ever(), **options)
         made._writes.have_led = self._writes.have_led
         return made
@@ -157,7 +158,7 @@ class Connection(Commands):
         except TransportError:
             servers.move_on(server)
             raise
-        except ServiceBusyError as refusal:  # it counts as one that was not reached
+        except ServiceBusyError as refusal:  # counts as a service that was not reached
             servers.move_on(server, refusal)
             raise TransportError(str(refusal)) from None
 
@@ -188,7 +189,7 @@ class AsyncClient(Connection):
 
     async def close(self) -> None:
         self._close_links()
-        await asyncio.sleep(0)  # the event loop closes them in its next round
+        await asyncio.sleep(0)  # the event loop closes the connections in its next round
 
     async def __aenter__(self) -> Self:
         return self
@@ -200,7 +201,7 @@ class AsyncClient(Connection):
         if waits:
             return await links.ask(request)
         loop = asyncio.get_running_loop()
-        if loop not in self._turns:  # loops may share the client one after the other, but no semaphore
+        if loop not in self._turns:  # one loop after the other may use the client, but each needs its own semaphore
             self._turns = {loop: asyncio.Semaphore(REQUESTS_MAX)}
         async with self._turns[loop]:
             return await links.ask(request)
@@ -252,10 +253,10 @@ class AsyncClient(Connection):
 
 
 class Client(Connection):
-    """A client of the service at `url`; `token` is its API key, if it requires one. `tls` replaces the usual checks of
-    a service with https, for authorities of your own. Several URLs, between commas or in a list, are those of one
-    service and of those who follow it: the client finds the leader among them. It asks the leader for reads as well,
-    unless `reads` is "any". Threads may share the client.
+    """A client of the service at `url`, for threads, which may share it. `token` is the API key, if the service needs
+    one. `tls` replaces the usual checks of https, for authorities of your own. Several URLs, between commas or in a
+    list, are those of one service and its followers: the client finds the leader among them. It also sends reads to the
+    leader, unless `reads` is "any".
     """
 
     def __init__(
@@ -299,7 +300,8 @@ class Client(Connection):
     def producer(self, topic: str, name: str | None = None, **options: Unpack[ProducerOptions]) -> Producer:
         """Return a producer, which batches records, writes each once and in order, and answers each by itself.
 
-        A `name` is that of one writer of this topic: its next life shuts this one out and asks `last` where to go on.
+        A `name` stands for one writer of this topic. A new producer of the same name shuts this one out, and learns
+        from `last` where to go on.
         """
         return Producer(self, partial(self._producers_own, self._connect_again), topic, name, options)
 

@@ -1,5 +1,5 @@
-"""The commands of both clients, written once. A command makes a call (`calls.py`) or a walk (`walks.py`) and its owner
-carries it out: a `Client` returns the answer, an `AsyncClient` an awaitable for it.
+"""The commands of both clients, written once. A command makes a call (`calls.py`) or a walk (`walks.py`), which its
+owner carries out: a `Client` returns the answer, an `AsyncClient` an awaitable for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WalkCommand(Protocol[P, T_co]):
 
 
 class Read(Protocol):
-    """`read` in the calling thread. Where gaps are raised there are records alone."""
+    """`read` in the calling thread. It yields only records if gaps are raised, else also tombstones."""
 
     @overload
     def __call__(

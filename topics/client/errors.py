@@ -11,10 +11,10 @@ class ClientError(Exception):
     """Base of everything that this client raises."""
 
     may_be_done = False
-    """True if an attempt at the request got no answer, or one that does not say that nothing was done."""
+    """True if an attempt may have been carried out: it got no answer, or none that says that nothing was done."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what copies it without its constructor, which takes no text: pools of processes pass exceptions on."""
+        """Have exceptions pickled, as pools of processes do, without the constructor, which takes other arguments."""
         return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
@@ -60,7 +60,7 @@ class ServiceFaultError(ApiError):
 
 
 class NotFiniteError(ClientError, ValueError):
-    """A value to be sent is NaN or infinite, which JSON has not. Nothing was sent; `path` says where the value is."""
+    """A value to be sent is NaN or infinite, which JSON cannot hold. Nothing was sent; `path` is the value's place."""
 
     def __init__(self, path: str, value: float) -> None:
         super().__init__(f"{path} is {value}, which JSON cannot express: use null, a text, or leave it out")

@@ -1,4 +1,4 @@
-"""HTTP/1.1 between a client and its service, without sockets: requests as bytes, answers and events out of bytes. Pure.
+"""HTTP/1.1 of a client, without sockets: makes requests as bytes, reads answers and events out of bytes. Pure.
 
 Both kinds of connection (`links.py`) use it. llhttp parses the answers, as in the frontends.
 """
@@ -41,10 +41,10 @@ def _reason(error: OSError) -> str:
 
 
 class ServiceAddress:
-    """The place of a service, and the head that all requests to it share. One that `needs_leader` is refused by a
-    service that only reads. ClientError for a bad `url` or `token`.
+    """The address of a service, and the headers that all requests to it share. With `needs_leader` a service that only
+    reads refuses them. ClientError for a bad `url` or `token`.
 
-    A proxy from the environment has no business between a program and its log, so none is used.
+    Proxies from the environment are not used: none belongs between a program and its log.
     """
 
     def __init__(self, url: str, token: str | None, tls: ssl.SSLContext | None, needs_leader: bool = False) -> None:
@@ -102,7 +102,7 @@ class AnswerReader:
         """True when the connection may carry another request."""
 
     def feed(self, data: bytes) -> None:
-        """Read bytes that came; none of them: the connection has ended."""
+        """Read bytes that came. Empty bytes mean that the connection has ended."""
         if not data:
             if not self.status or self.headers.keys() & {"content-length", "transfer-encoding"}:
                 raise TransportError("the connection was closed before the answer was whole")

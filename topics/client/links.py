@@ -1,5 +1,5 @@
-"""Connections to the service. The rules are written once, as coroutines: those of a client for threads never suspend,
-because its `Link` blocks instead, and `finish` carries them out without an event loop.
+"""Connections to the service. The rules are written once, as coroutines. In a client for threads they never suspend,
+because its `Link` blocks instead; `finish` runs such coroutines without an event loop.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 IDLE_LINKS_MAX: Final = 20
 IDLE_MAX_S: Final = 5.0
-"""The longest pause after which a connection is used again: one that was cut without a word costs a time-out."""
+"""Longest idle time after which a connection is used again: one that was cut unnoticed costs a time-out."""
 PART_BYTES: Final = 1 << 18
 THIS_PROCESS: Final = [os.getpid()]
 """The id of this process; to ask the system for it each time is slow."""
 os.register_at_fork(after_in_child=lambda: THIS_PROCESS.__setitem__(0, os.getpid()))
 _of_parents: list[AsyncLink] = []
-"""A forked child keeps those of its parent here. It shares the epoll of the parent's loop: if they were closed or
-collected, that would wait for ever.
+"""Connections of the parent, in a forked child, which keeps them open. The child shares the epoll of the parent's loop;
+if it closed them, the parent would wait for ever.
 """
 
 
@@ -63,9 +63,9 @@ def finish_each(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
 
 
 class LinkPool:
-    """The connections of a client. One that has carried an answer is kept for the next request, unless the service has
-    closed it or it was idle for long. After a failure or a cancelled request it is closed. A forked child leaves those
-    of its parent alone and makes its own: two who share one would read each other's answers.
+    """Owns the connections of a client. After an answer it keeps the connection for the next request, unless the
+    service closes it or it is idle for long. After a failure or a cancelled request it closes the connection. A forked
+    child makes connections of its own: two processes that share one would read each other's answers.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[Link | AsyncLink]]) -> None:
@@ -165,7 +165,7 @@ class Link:
         return self._pid == THIS_PROCESS[0] and not _is_readable(self._socket.fileno())
 
     async def send(self, request: bytes, silence_max_s: float) -> None:
-        """Send a request. Its answer is taken for lost after this silence."""
+        """Send a request. After so many seconds of silence its answer counts as lost."""
         if silence_max_s != self._silence_max_s:
             self._silence_max_s = silence_max_s
             self._socket.settimeout(silence_max_s)
@@ -184,7 +184,7 @@ class Link:
             raise TransportError(error) from error
 
     def close(self) -> None:
-        if self._pid == THIS_PROCESS[0]:  # it would end the connection for the parent, too
+        if self._pid == THIS_PROCESS[0]:  # in a forked child this would end the parent's connection
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
         self._socket.close()
@@ -219,7 +219,7 @@ class AsyncLink:
         looking = self._reader.read(1)
         try:
             looking.send(None)
-        except (StopIteration, OSError):  # it need not wait: there are bytes, or the end
+        except (StopIteration, OSError):  # raised if there is something to read: bytes, or the end
             return False
         looking.close()
         return not _is_readable(self._writer.get_extra_info("socket").fileno())

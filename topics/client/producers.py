@@ -1,6 +1,6 @@
-"""Producers of both clients: `send` puts a record into a batch, and one thread or one task carries the batches out.
+"""Producers of both clients: `send` puts a record into a batch, and one thread or task sends the batches.
 
-`accumulator.py` says what goes next. The rules are coroutines, which never suspend in a `Producer` (`links.py`).
+`accumulator.py` decides what goes next. The rules are coroutines, which never suspend in a `Producer` (`links.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ProducerOptions(TypedDict, total=False):
 
 
 def new_epoch(now_ns: int, former_epoch: int) -> int:
-    """Return an epoch above the former one that no other life draws: the time, and chance below the millisecond."""
+    """Return an epoch above the former one that no other life draws: the time, with random bits below the ms."""
     time_ns = max(now_ns, former_epoch + (1 << _EPOCH_RANDOM_BITS))
     return time_ns >> _EPOCH_RANDOM_BITS << _EPOCH_RANDOM_BITS | secrets.randbits(_EPOCH_RANDOM_BITS)
 
@@ -75,8 +75,8 @@ def new_epoch(now_ns: int, former_epoch: int) -> int:
 class Placing:
     """The place of a producer in its topic: where its former life ended, and the epoch of this one.
 
-    A named producer looks before it writes. Its first write holds only for the head that it saw, so a late request of
-    the former life cannot slip in behind the look. That write shuts the former life out.
+    A named producer looks before it writes. Its first write demands the head that it saw, so a late request of the
+    former life cannot slip in between. That write shuts the former life out.
     """
 
     def __init__(self, topic: str, name: str | None, options: ProducerOptions) -> None:
@@ -143,7 +143,7 @@ class Placing:
             return answer.first_seq
 
     async def _look(self, carrier: Carrier) -> tuple[ProducerBody | None, int]:
-        """Return the last write of the former life, and a head that is not above what was there then."""
+        """Return the last write of the former life, and a head of the topic that is not newer than this look."""
         head = await self._probe(carrier, secrets.token_urlsafe(16))
         known = await self._probe(carrier, self._id)
         wrote = known.code in ("fenced", "out_of_order")
@@ -185,7 +185,7 @@ class SentRecord(_Sent, frozen=True, gc=False):
     """A record on its way from a `Producer`."""
 
     def result(self, timeout_s: float | None = None) -> int:
-        """Wait for the record's seq and return it, or raise what became of it; TimeoutError when it takes longer."""
+        """Wait for the record's seq and return it, or raise the record's error; TimeoutError when it takes longer."""
         self.batch.settled.result(timeout_s)
         return self.batch.seq_of(self.index)
 
@@ -203,12 +203,12 @@ class _ThreadSignal(threading.Condition):
     """A condition on which a coroutine of a `Producer` waits: it blocks its thread."""
 
     async def pause(self, pause_s: float | None) -> None:
-        """Wait until someone notifies, or for so long."""
+        """Wait for a notification, or for `pause_s` (None: without an end)."""
         self.wait(pause_s)
 
 
 class _TaskSignal(asyncio.Event):
-    """The same for an `AsyncProducer`: it suspends its task."""
+    """A signal for which a coroutine of an `AsyncProducer` waits: it suspends its task."""
 
     notify_all = asyncio.Event.set
 
@@ -243,7 +243,7 @@ class _Production:
         self._pid = THIS_PROCESS[0]
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
-        """Wait until a batch is settled, or for so long."""
+        """Wait until a batch is settled. Raise TimeoutError after `timeout_s`."""
         raise NotImplementedError
 
     def _check_usable(self) -> None:
@@ -255,11 +255,11 @@ class _Production:
 
     def _raise_failure(self) -> None:
         if self._records.failure is not None:
-            # Else it would keep the frames of each `send` that it ends.
+            # A kept traceback would keep the frames of each `send` that raises it.
             raise self._records.failure.with_traceback(None)
 
     async def _make_room(self, timeout_s: float | None) -> None:
-        """Wait under the lock until a record may be added; a batch that is not full goes, too, to make room."""
+        """Wait, holding the lock, until a record may be added. Send even a batch that is not full, to make room."""
         until_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         self._check_usable()
         while self._records.is_full:
@@ -285,9 +285,9 @@ class _Production:
         self._raise_failure()
 
     async def _close(self, timeout_s: float | None) -> None:
-        """End: nothing more is taken, what was taken is sent, and what is not answered in time fails."""
+        """Take no more records, send those that wait, and fail those that are not answered in time."""
         with self._lock:
-            # Sealed with the end in one step: who sends stops when it is closed and nothing is to be sent.
+            # Seal and close in one step: the sender stops once the producer is closed and nothing is to be sent.
             self._records.seal()
             self._closed = True
             self._room.notify_all()
@@ -306,7 +306,7 @@ class _Production:
         return error
 
     def _raise_unseen(self) -> None:
-        """Raise what the program would not learn otherwise: the producer's failure, or that of a rejected record."""
+        """Raise the producer's failure, or the error of a rejected record that the program has not asked for."""
         self._raise_failure()
         unseen = self._records.unseen
         if unseen:
@@ -340,8 +340,8 @@ class _Production:
 class Producer(_Production):
     """A producer for threads, which may share it. A thread of its own sends the batches.
 
-    Records are in the topic each once, in the order of `send`, whatever is killed. At the end of a `with` block all are
-    answered, or the block raises; one that was not closed ends so with Python. A forked child cannot use it.
+    Whatever is killed, records are in the topic in the order of `send`, each once. At the end of a `with` block all are
+    answered, or the block raises. Python's exit closes a producer that is still open. A forked child cannot use it.
     """
 
     def __init__(
@@ -414,10 +414,10 @@ class Producer(_Production):
 
 
 _left: Final[WeakSet[Producer]] = WeakSet()
-"""Producers that are not closed. What waits in them would be lost without a word at the end of Python."""
+"""Producers that are not closed. Python's exit closes them, or their waiting records would silently be lost."""
 
 
-@atexit.register  # with this module, so that what a program registers itself comes before it
+@atexit.register  # registered at import: functions that the program registers later run before it
 def _close_left() -> None:
     until_s = time.monotonic() + CLOSE_MAX_S
     for producer in list(_left):

@@ -28,7 +28,7 @@ LEASE_MS: Final = 30_000
 
 
 class _Job:
-    """The parts that both kinds of job share: the claimed job, and whether it is settled."""
+    """The common part of both kinds of job: the claimed job, and whether it is settled."""
 
     def __init__(self, leased: StreamedJob, topic: str, shift: Shift) -> None:
         self._leased = leased
@@ -61,7 +61,7 @@ class _Job:
 
     @property
     def key(self) -> str:
-        """The job's name for ever, the idempotency key of its effects: the same at each delivery and redrive."""
+        """The permanent name of the job, the same at each delivery and redrive: an idempotency key for its effects."""
         known = self.meta.get("$job_key")  # api §9: a redriven job has it
         # In another queue, where a router or a program copied it, it is another job.
         if isinstance(known, str) and known.rsplit(":", 2)[0] == self.topic:
@@ -70,7 +70,7 @@ class _Job:
 
     @property
     def lost(self) -> bool:
-        """True when its lease has ended meanwhile, so that somebody else may do it."""
+        """True if the job's lease has ended, so that another worker may do it."""
         return not self._settled and not self._shift.holds(self.claimed)
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class AsyncJob(_Job):
         except LeaseLostError as lost:
             log.warning("%s", lost)
         except ClientError as trouble:
-            # The worker goes on. The lease is no longer extended and ends by itself.
+            # The worker goes on with other jobs. The lease is no longer extended and ends by itself.
             log.error("%r could not be settled, it comes again when its lease ends: %s", self, trouble)
 
 
@@ -245,8 +245,8 @@ class LoopThread:
 
     @property
     def ended(self) -> bool:
-        """True where a wait for the loop has no end: after it, in a forked child, at the end of Python (which may close
-        a generator that is left), and in the loop's own thread (in which a collector may).
+        """True where a wait for the loop would never end: after the loop's end, in a forked child, at Python's exit
+        (which may close a leftover generator), and in the loop's own thread (where the garbage collector may do that).
         """
         return sys.is_finalizing() or not self._thread.is_alive() or threading.current_thread() is self._thread
 
@@ -334,7 +334,7 @@ class Queue(QueueCommands, SyncMember):
             ends: list[BaseException] = []
 
             def work(job: AsyncJob) -> Exception | None:
-                """Return what the handler raised. The loop settles the job, so this thread does not wait for that."""
+                """Return the handler's exception or None. The loop settles the job, so this thread does not wait."""
                 mine = Job(job, loop)
                 try:
                     handler(mine)
@@ -352,10 +352,10 @@ class Queue(QueueCommands, SyncMember):
                 try:
                     working = asyncio.get_running_loop().run_in_executor(pool, work, job)
                 except RuntimeError as refusal:
-                    if "shutdown" not in str(refusal):  # no new thread can be started; those that there are go on
+                    if "shutdown" not in str(refusal):  # no new thread can be started; the others go on
                         raise
-                    # Python's pools take nothing once the main thread has ended. That is no failure of the job, which
-                    # the end of the stream gives back.
+                    # Python's pools take no work once the main thread has ended. The job has not failed: the end of the
+                    # stream gives it back.
                     job._settled = True
                     what = f"the worker of {self.topic!r} can begin no job, as the main thread has ended: have it wait"
                     ends.append(RuntimeError(what))
@@ -369,7 +369,7 @@ class Queue(QueueCommands, SyncMember):
             try:
                 serving.result()
             except BaseException:
-                # Ctrl-C: as after `stop`, jobs that were begun are finished, and the closed pool gets no more.
+                # Ctrl-C works like `stop`: jobs that were begun are finished, and no others begin.
                 loop.call(shift.stop)
                 wait([serving])
                 raise

@@ -1,8 +1,8 @@
-"""A job's effect once, though the job may come twice: the key of the job is stored together with the effect.
+"""A store of keys by which a job has its effect once, though the job may come twice.
 
-Delivery is at least once. When the effect is a record in this service, `job.key` as its `idempotency_key` is enough
-(within the idempotency window of its topic). When it is a row in a local database, the row and the key are written in
-one transaction here.
+Delivery is at least once. If the effect is a record in this service, `job.key` as its `idempotency_key` is enough
+(within the idempotency window of its topic). If it is a row in a local database, `SeenJobs` writes the row and the key
+in one transaction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One service may have several addresses: those of its leader and of its followers. A client finds out who leads."""
+"""The addresses of one service: those of its leader and of its followers. A client finds out which one leads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topics.client.http import ServiceAddress
 from topics.client.links import AsyncLink, Link, LinkPool
 
 Reads = Literal["leader", "any"]
-"""Requests that only read ask the leader, which has what was just written, or any server that answers."""
+"""The servers to which requests that only read may go: the leader, which has all that was written, or any."""
 
 
 class Server(NamedTuple):
@@ -23,14 +23,16 @@ class Server(NamedTuple):
 
 
 class Servers:
-    """The addresses of one service, one of which is asked. It owns that choice, which threads share: when requests fail
-    there, the first of them to say so moves on.
+    """The addresses of one service. It owns the choice of the current one, which threads share: when requests to it
+    fail, the first thread that reports this moves on to another address.
     """
 
     def __init__(self, every: Sequence[Server]) -> None:
         self.every = every
         self.current = every[0]
-        self.have_led = False  # True once one has carried out a write: one that leads no more may be about to move
+        self.have_led = (
+            False  # True once a server has carried out a write: a later `not_leader` may mean that the leader moves
+        )
         self._left: list[Server] = []
         """Addresses that failed in this round, which ends when all have: a follower may name a leader that is dead."""
 
@@ -68,7 +70,7 @@ def make_servers(
     tls: ssl.SSLContext | None,
     connect: Callable[[ServiceAddress], Awaitable[Link | AsyncLink]],
 ) -> tuple[Servers, Servers]:
-    """Return those who are asked by requests that change anything, and by those that only read."""
+    """Return (the servers for requests that change anything, those for requests that only read)."""
     urls = split_urls(url)
     needs_leader = len(urls) > 1 and reads == "leader"
     addresses = [ServiceAddress(one, token, tls, needs_leader) for one in urls]

@@ -1,7 +1,7 @@
 """One worker's shift at a queue: jobs come over a `/work` stream, and their leases are extended while they are held.
 
-The service ties leases to the stream: when it breaks, everything leased over it is released at once and may go to
-somebody else. So the shift forgets the jobs that were not begun, and those that were are `lost`: settling them says so.
+The service ties leases to the stream. When the stream breaks, it releases them at once, and other workers may get the
+jobs. So the shift forgets jobs that were not begun; those that were are `lost`, and settling one raises LeaseLostError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("topics.worker")
 
 ACK_MAX_JOBS: Final = 1000
 HOLD_UP_MAX_S: Final = 1.0
-"""The longest time for which a request holds up the next one: its frontend may hang."""
+"""Longest time for which a request of acks holds up the next one: its frontend may hang."""
 EXTENDS_PER_LEASE: Final = 3
 EXTEND_TIMEOUT_S: Final = 1.0
 """The shortest time-out of an extension, so that a busy service is not asked more often; short leases need less."""
@@ -64,14 +64,14 @@ def extend_every_s(lease_ms: int) -> float:
 
 def extend_timeout_s(lease_ms: int) -> float:
     """Return how long an extension may take before it is sent again, over another connection. A frontend may hang, and
-    the next connection may lead to it as well: there is time for several attempts before the lease ends, or for one.
+    the next connection may lead to it as well, so a lease leaves time for several attempts; a short one for one only.
     """
     every_s = extend_every_s(lease_ms)
     return min(every_s, max(EXTEND_TIMEOUT_S, every_s / 4))
 
 
 class StreamedJob(NamedTuple):
-    """A job from a stream. `epoch` is the instance of its topic, in which its seq names it for ever."""
+    """A job from a stream. `epoch` is the instance of its topic; together with the seq it names the job for ever."""
 
     job: JobAnswer
     epoch: str
@@ -81,11 +81,11 @@ Outcome = asyncio.Future[bool | None]
 
 
 class Acks:
-    """The acks of one queue, sent together: for a short job the ack's HTTP request is most of the client's cost.
+    """Sends acks of one queue together: for a short job the ack's HTTP request is most of the client's cost.
 
-    An ack waits for nothing when none is in progress. Those that are added meanwhile go together in the next request.
-    So a single worker waits for its own ack only, and many workers share a few requests. `settle` sends the ack of
-    some jobs, no two with the same seq, and returns for each what `Shift._settle` does.
+    An ack is sent at once if none is in progress. Acks that are added meanwhile go together in the next request. So a
+    single worker waits only for its own ack, and many workers share a few requests. `settle` sends the ack of some
+    jobs, no two with the same seq, and returns the same as `Shift._settle`.
     """
 
     def __init__(self, topic: str, settle: Callable[[Sequence[JobAnswer]], Awaitable[list[bool | None]]]) -> None:
@@ -130,7 +130,7 @@ class Acks:
             settled = await self._settle([job for job, _ in batch])
         except Exception as error:  # noqa: BLE001 — every waiting caller gets it
             for _, outcome in batch:
-                if not outcome.done():  # a cancelled caller: its job is acked all the same
+                if not outcome.done():  # it is done if the caller was cancelled; the job is acked all the same
                     outcome.set_exception(error)
         else:
             for (_, outcome), ours in zip(batch, settled, strict=True):
@@ -140,7 +140,7 @@ class Acks:
             self._give_up(batch)
 
     def _next_batch(self) -> list[tuple[JobAnswer, Outcome]]:
-        """Take the next batch. Answers name seqs, so two leases of one job, lost and claimed again, go in two."""
+        """Take the next batch. Answers name seqs, so two leases of one job (lost, claimed again) need two batches."""
         batch: dict[int, tuple[JobAnswer, Outcome]] = {}
         rest: list[tuple[JobAnswer, Outcome]] = []
         for entry in self._waiting:
@@ -159,7 +159,7 @@ class Acks:
 
 
 class Shift:
-    """The jobs of one worker, from `async with` to its end, which closes the stream: jobs still held are released.
+    """The jobs of one worker. The end of its `async with` closes the stream, which releases jobs that are still held.
 
     It guarantees that a job is begun only while its lease is held, as far as this side can know.
     """
@@ -184,7 +184,7 @@ class Shift:
         self._dealt = asyncio.Event()
         """Set when a job has come over the current stream."""
         self._confirmed = False
-        """True when it is known which instance of the topic the current stream is of."""
+        """True once it is certain which instance of the topic the current stream serves."""
         self._stopping = False
         self._failure: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -195,7 +195,7 @@ class Shift:
         self._end_announced = False
 
     async def __aenter__(self) -> Self:
-        # Waits for nothing, so that a stop works also while the service is down. `next` raises what is wrong.
+        # Do not wait for the service here, so that a stop works while it is down. `next` raises errors.
         work = (self._receive_jobs(), self._keep_leases())
         self._tasks = [asyncio.create_task(self._report_failure(one)) for one in work]
         return self
@@ -222,7 +222,7 @@ class Shift:
                 return None
             while self._waiting and self._confirmed:
                 leased = self._waiting.popleft()
-                if self.holds(leased.job):  # its lease may have been lost meanwhile
+                if self.holds(leased.job):  # the job's lease may have been lost meanwhile
                     return leased
             if self._failure is not None:
                 raise self._failure
@@ -234,7 +234,7 @@ class Shift:
         return self._held.get(job.seq) is job
 
     async def ack(self, job: JobAnswer) -> None:
-        """Acknowledge a job. LeaseLostError when somebody else may have got it meanwhile."""
+        """Acknowledge a job. LeaseLostError if another worker may have got it meanwhile."""
         settled = await self._acks.add(job)
         if settled is None:
             # An acked job is deleted, so its absence proves the ack. With `on_ack: "keep"` it stays, and an ack that
@@ -256,9 +256,9 @@ class Shift:
         return await self._settle(jobs, calls.ack(self._topic, self._node, jobs))
 
     async def _settle(self, jobs: Sequence[JobAnswer], call: Call[list[int]]) -> list[bool | None]:
-        """Return for each job whether its lease was still held. None: it was not at the second attempt, so the first
-        one may have settled the job, or a killed shard may have forgotten the lease. Leases are extended until the
-        answer.
+        """Return for each job whether its lease was still held. None: the lease was gone at a second attempt. The first
+        attempt may have settled the job, or a killed shard may have forgotten the lease. Leases are extended until
+        the answer comes.
         """
         leases = {job.lease_id for job in jobs}
         self._settling |= leases
@@ -280,7 +280,7 @@ class Shift:
                     for job in jobs
                 ]
         finally:
-            # Also after a failure: nobody settles these jobs any more, so their leases must not be extended for ever.
+            # Even after a failure: nobody settles these jobs any more, so their leases must not be extended for ever.
             self._settling -= leases
             for job in jobs:
                 if self.holds(job):
@@ -325,8 +325,8 @@ class Shift:
         """Receive jobs from one stream until it ends."""
         epoch = await self._epoch()
         self._reached = True
-        # At once, beside `_confirm`: a busy service may delay that beyond the length of a lease, and jobs that have
-        # come are held and extended meanwhile.
+        # Read at once, beside `_confirm`: a busy service may take longer for that than a lease lasts. Jobs that have
+        # come are held and their leases extended meanwhile.
         reading = asyncio.create_task(self._read_stream(epoch))
         confirming = asyncio.create_task(self._confirm(epoch))
         try:
@@ -377,7 +377,7 @@ class Shift:
                 pass
 
     async def _extend(self) -> bool:
-        """Extend all leases; False when an answer did not come in time, so that they are to be extended at once."""
+        """Extend all leases. False if an answer did not come in time: then the caller must try again at once."""
         in_time = True
         timeout_s = extend_timeout_s(self._lease_ms)
         jobs = list(self._held.values())
@@ -395,7 +395,7 @@ class Shift:
                 log.warning("leases in %s could not be extended: %s", self._topic, error)
                 continue
             for job in part:
-                # A job that is being settled may be skipped because of that.
+                # A job that is being settled may have no lease any more: that is no loss.
                 if job.seq in skipped and self.holds(job) and job.lease_id not in self._settling:
                     del self._held[job.seq]
                     log.warning("the lease of job %d in %s is lost", job.seq, self._topic)

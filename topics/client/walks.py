@@ -156,11 +156,11 @@ class Following:
         return not self.positions
 
     def session_call(self) -> Call[WatchAnswer]:
-        """Return the call for a session. All topics have to exist in the first; a later one leaves out deleted ones."""
+        """Return the call for a session. In the first all topics must exist; later ones leave out deleted topics."""
         return calls.watch(self.positions, self._options, lenient=self._began)
 
     def begin(self, session: WatchAnswer) -> Iterator[tuple[str, TopicGone]]:
-        """Take over a new session; yield the topics that it has not."""
+        """Take over a new session; yield the topics that it leaves out, since they were deleted."""
         self.wid = session.wid
         self._last_event_id = None
         self._began = True
@@ -175,8 +175,8 @@ class Following:
         return {} if self._last_event_id is None else {"Last-Event-ID": self._last_event_id}
 
     def pause_s(self, trouble: Exception | None) -> float:
-        """Return the pause before the next stream, or session if the service no longer knows this one (404).
-        `trouble` broke the last stream; None: it ended. UnreachableError at the end of the time for repeats.
+        """Return the pause before the next stream, or the next session if the service does not know this one (404).
+        `trouble` broke the last stream; None if it just ended. UnreachableError when the time for repeats is over.
         """
         if isinstance(trouble, NotFoundError):
             self.wid = None
@@ -188,7 +188,7 @@ class Following:
         return self._attempts.pause_after_failure(trouble or TransportError("the stream ended"))
 
     def take(self, frame: Event) -> Iterator[tuple[str, Item | TopicGone]]:
-        """Yield the items of one frame. Its id counts after the last: a stream that breaks before repeats nothing."""
+        """Yield the items of one frame, then take over its id: if the stream breaks after that, nothing is repeated."""
         self._attempts = None
         event, data, id = frame
         if event == "record":

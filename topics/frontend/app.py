@@ -66,8 +66,8 @@ class App:
         for one in (*operations, *documented.operations, *pages):
             of_path = methods.setdefault(one.path, {})
             of_path[one.method] = self._admitting(one)
-            # The server drops the body (RFC 9110 §9.3.2). A stream has no HEAD: to begin one is to take jobs, or to
-            # take a session over from the stream that is open.
+            # The server drops the body (RFC 9110 §9.3.2). A stream has no HEAD: beginning one would take jobs, or take
+            # a session over from the stream that is open.
             if one.method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
         self.router = Router(
@@ -106,7 +106,7 @@ class App:
                     return None
             await self.router(scope, receive, send)
         except TopicsError as error:
-            # Its frames name what they waited for, which names it: all of that would be left to the garbage collector.
+            # The traceback is part of a reference cycle, which would be left to the garbage collector.
             await self._refuse(error.with_traceback(None), scope, send)
         except (ClientGoneError, ConnectionError):
             return None
@@ -179,15 +179,15 @@ def no_such_path(scope: Scope) -> TopicsError:
 
 
 _GATED: Final = ("/v0/topics", "/v0/routers", "/v0/watch", "/v0/stage", "/v0/txn", "/v0/ws")
-"""Beginnings of the paths that need a shard. Those that say how the service is never wait."""
+"""Beginnings of the paths that need a shard. Probes and metrics never wait."""
 _POLL_S: Final = 0.01
 
 
 class StartGate:
-    """Lets requests through to `app` as soon as every shard has read its log, and this process has learned of all
-    topics (`learn`). After `wait_s` it waits for no shard any more: then `app` answers `not_ready`, with the progress
-    of the recovery. Once open, it stays open. A request then waits only while the topics of a shard that was restarted
-    are learned, and may be in it (`arenas`).
+    """Lets requests through to `app` once every shard has read its log and this process has learned all topics
+    (`learn`). After `wait_s` it waits for no shard any more: then `app` answers `not_ready`, with the progress of the
+    recovery. Once open, it stays open. Later, a request waits only while this process learns the topics of a restarted
+    shard which the request may need (`arenas`).
     """
 
     def __init__(

@@ -38,7 +38,7 @@ DELIVER: Final = "topics.deliver"
 `at_least_once`). ASGI's `send` returns earlier: bytes that are kept here are lost when the connection or the process
 ends. `Deliver` returns when the kernel has the whole body, or raises ConnectionResetError."""
 ADMITTED: Final = "topics.admitted"
-"""Key of a scope: a function to call when the request is admitted, whose connection has then shown a valid key."""
+"""Key of a scope: a function to call when the request is admitted: its connection has then shown a valid key."""
 RESERVATION: Final = "topics.reservation"
 """Key of a WebSocket message: its `bodies.MessageReservation`, which is held as long as the message is kept."""
 DROPPED: Final = "topics.dropped"

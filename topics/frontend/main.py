@@ -37,7 +37,7 @@ HEADER_BYTES_MIN: Final = 64 * 1024
 def run(
     settings: Settings, keys: KeyRing, shared: SharedMemory, index: int, incarnation: int, listeners: list[socket]
 ) -> int:
-    """Run the process. Return 0 after it was told to stop and has stopped."""
+    """Run the process until SIGTERM. Return 0 once it has stopped."""
     cell = shared.control.cell(Role.FRONTEND, index)
     cell.begin_life(incarnation, SystemClock().now_ms(), ProcessState.STARTING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -75,7 +75,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
 
     def beat() -> None:
         cell.set("heartbeat_ms", process.clock.now_ms())
-        cell.clock_offset_ms = frontend.expiry.trusted_offset_ms()  # also when nobody reads
+        cell.clock_offset_ms = frontend.expiry.trusted_offset_ms()  # reads renew it, too, but may not come
         cell.set("connections", len(connections.open))
         if settings.follow is None:
             frontend.access.look_who_leads()
@@ -89,18 +89,18 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, frontend.access, control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     frontend.gateway.start()
-    if settings.follow is None:  # else the leader finishes its batches
+    if settings.follow is None:  # a follower leaves unfinished batches to its leader
         frontend.coordinator.start(janitor=process.index == 0)
     FrontendPressure(control, cell, frontend.hub, frontend.gateway).start()
     beat()
-    # What is set up lives as long as the process, so the collector need not look at it again and again.
+    # Objects made so far live as long as the process, so the collector need not look at them again and again.
     gc.collect()
     gc.freeze()
     shards = [control.cell(Role.WALSHARD, shard) for shard in range(process.shared.shards)]
 
     async def learn() -> None:
         await frontend.arenas.learn(Slices())
-        gc.freeze()  # nor at the names of a hundred thousand topics, which takes over 10 ms
+        gc.freeze()  # the collector would take over 10 ms to look at the names of 100,000 topics
 
     app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, learn, frontend.arenas)
     try:

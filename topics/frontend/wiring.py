@@ -1,4 +1,4 @@
-"""Puts the parts of a frontend together: which route uses what, and the application that is made of all routes."""
+"""Puts the parts of a frontend together: makes all routes with the parts that they use, and the application of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Process(msgspec.Struct, frozen=True):
         return self.shared.control.cell(Role.FRONTEND, self.index)
 
     def quota(self, limit: str, most: int, field: str) -> Quota:
-        """Return a quota of what all frontends have together. A dead process counts until its next life begins."""
+        """Return a quota over all frontends together. What a dead one had counts until its next life begins."""
         every = [self.shared.control.cell(Role.FRONTEND, frontend) for frontend in range(self.shared.frontends)]
         return Quota(limit, most, field, self.cell, every)
 
@@ -96,7 +96,7 @@ class Frontend(NamedTuple):
     coordinator: TxnCoordinator
 
     def drain(self) -> None:
-        """End what would go on for ever: long polls, event streams and WebSockets."""
+        """End the requests that would go on for ever: long polls, event streams and WebSockets."""
         self.diff.drain()
         self.websocket.drain()
         self.work.drain()

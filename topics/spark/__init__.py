@@ -1,6 +1,6 @@
-"""Topics in Spark: `spark.read.format("topics")` and the rest of it (docs/spark.md). Install as `topicsd[spark]`.
+"""Topics in Spark: the data source, sink and jobs of docs/spark.md. Install as `topicsd[spark]`.
 
-Nothing is imported here: Spark's workers import this package to find one class of it.
+This module imports nothing heavy: Spark's workers import the package to find one class of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`spark.read.format("topics")`: the range is fixed when the query is planned; tasks read its parts."""
+"""`spark.read.format("topics")`. The driver fixes the ranges when it plans the query; tasks read their parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RangePartition(InputPartition):
-    """The range that one task reads; `sealed`: the part of it that is in files, in `mode=segments`."""
+    """The range that one task reads. `sealed` is the part of it that is in files (`mode=segments`)."""
 
     def __init__(self, range: Range, tags: frozenset[str] | None, sealed: Sealed | None = None) -> None:
         super().__init__(tuple(range))
@@ -31,7 +31,7 @@ class RangePartition(InputPartition):
 
 
 class RangeReader:
-    """The common part of batch and stream readers. Pickled: made and planned in the driver, it reads in tasks."""
+    """The common part of batch and stream readers. The driver makes it and plans with it; tasks have pickled copies."""
 
     def __init__(self, schema: StructType, options: ReadOptions) -> None:
         self._schema = schema
@@ -65,7 +65,7 @@ FAR: Final = 1 << 64
 
 
 class Wanted(NamedTuple):
-    """The rows that filters leave; None: any topic, any tag. Times in µs since the epoch, bounds inclusive."""
+    """The rows that filters leave. None: any topic, any tag. Times are in µs since the epoch, bounds inclusive."""
 
     topics: frozenset[str] | None = None
     tags: frozenset[str] | None = None
@@ -96,7 +96,7 @@ class BatchReader(RangeReader, DataSourceReader):
 
 
 def _clip(client: Client, one: Range, wanted: Wanted) -> Range:
-    """Return the part that filters on seq and time leave. `$ts` never decreases, so a time (from 1970 on) is a seq."""
+    """Return the part that filters on seq and time leave. `$ts` never decreases, so a time bound is a seq bound."""
     from_seq, to_seq = max(one.from_seq, wanted.seq_from - 1), min(one.to_seq, wanted.seq_to)
     if wanted.time_from_us > -FAR:
         from_seq = max(from_seq, http_read.before_ts(client, one.topic, max(0, -(-wanted.time_from_us // 1000))))

@@ -63,7 +63,7 @@ _decode_exact = msgspec.json.Decoder(float_hook=decimal.Decimal).decode
 
 
 class ParsedColumns:
-    """Converters for the columns of the option `schema`. OptionError for a type that JSON cannot become."""
+    """Converters for the columns of the option `schema`. OptionError for a type that JSON cannot be converted to."""
 
     def __init__(self, fields: Sequence[types.StructField]) -> None:
         self._fields = [(field.name, _converter(field.dataType, field.name)) for field in fields]
@@ -82,7 +82,7 @@ class ParsedColumns:
 
 
 def _value(text: str) -> Any:
-    """Return a value of JSON. With a number beyond DOUBLE in it, all that are not integers are Decimals."""
+    """Return a value of JSON. If one of its numbers is beyond DOUBLE, all that are not integers become Decimals."""
     try:
         return _decode(text)
     except (msgspec.ValidationError, RecursionError):
@@ -90,7 +90,7 @@ def _value(text: str) -> Any:
 
 
 def _exact(text: str) -> Any:
-    """Return a value of JSON; None, as `from_json`, where a number or the nesting is beyond all that Python holds."""
+    """Return a value of JSON. Like `from_json`, return None if its nesting or a number is beyond what Python holds."""
     try:
         return _decode_exact(text)
     except (msgspec.ValidationError, decimal.InvalidOperation, RecursionError):
@@ -193,7 +193,7 @@ GAP_COLUMNS: Final = "kind string, gap_from bigint, gap_to bigint, reason string
 
 
 def schema_ddl(options: ReadOptions) -> str:
-    """Return the columns of a read: those of records, with `tombstones=rows` those of gaps, then parsed ones."""
+    """Return the columns of a read: of records, then (with `tombstones=rows`) of gaps, then the parsed ones."""
     return ", ".join(_fixed_columns(options) + ([] if options.parsed_schema is None else [options.parsed_schema]))
 
 
@@ -202,8 +202,8 @@ def _fixed_columns(options: ReadOptions) -> list[str]:
 
 
 def check_schema(schema: StructType, options: ReadOptions) -> None:
-    """Raise OptionError for a schema that is not that of `schema_ddl`: a user may have given one to `.schema(…)`. Spark
-    would take its columns by their places, and a column that is `NOT NULL` for one without nulls.
+    """Raise OptionError if a schema that a user gave to `.schema(…)` is not the one of `schema_ddl`. Spark would match
+    columns by their places, and would trust that a `NOT NULL` column has no nulls.
     """
     fixed = _fixed_columns(options)
     given = [f"{field.name} {field.dataType.simpleString()}" for field in schema.fields[: len(fixed)]]
@@ -231,7 +231,7 @@ class Records(NamedTuple):
 
 
 class ColumnBuilder:
-    """Builds batches of one schema, which is that of `schema_ddl`."""
+    """Builds batches of one schema (`schema_ddl`)."""
 
     def __init__(self, schema: StructType, options: ReadOptions) -> None:
         names = schema.fieldNames()

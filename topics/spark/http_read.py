@@ -1,4 +1,4 @@
-"""Reading over HTTP: the driver's questions (topics, states, positions), and the pages and gaps of a task's range."""
+"""Reading over HTTP. The driver asks for topics, states and positions; tasks read pages and gaps of their ranges."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from topics.spark.options import OptionError, Position, Positions, ReadOptions, 
 ROWS_PER_BATCH = 8_000
 PAGES_PER_BATCH = ROWS_PER_BATCH // 1000  # of long records they have fewer, and `calls.DIFF_MAX_BYTES`
 TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)
-"""A task that fails is run again from its start: waiting for a service that comes back is cheaper."""
+"""Tasks wait long for the service: Spark would run a failed task again from its start."""
 PLAN_RETRY = Retry(total_s=5.0)
-"""A person waits for the plan."""
+"""The driver waits briefly, since a person waits for the plan."""
 BEHIND_PAUSE_S = 0.25
 """The time until a follower that is behind is asked again."""
 
@@ -188,6 +188,6 @@ def _break(page: Page, one: Range, cursor: int) -> str | None:
     if page.epoch != one.epoch:
         return "recreated"
     if page.head_seq < one.to_seq and page.next_from_seq <= cursor:
-        # A topic of class `memory` lost its tail: these seqs existed when the range was planned.
+        # These seqs existed when the range was planned: a topic of class `memory` has lost its tail.
         return LOST_TAIL
     return None

@@ -1,4 +1,4 @@
-"""A query's position in each topic, and the ranges of its next batch. Pure: the state of topics comes in.
+"""A query's position in each topic, and the ranges of its next batch. Pure: callers pass in the state of topics.
 
 An offset is JSON in a query's checkpoint:
 
@@ -86,8 +86,8 @@ def _from_seq(start: Mark | None, head: Mark) -> int:
 
 
 def _deal(lags: Mapping[str, int], max_records: int | None, turn: int) -> dict[str, int]:
-    """Return the number of records to read from each topic: at least one of each that has any. If `max_records` is
-    too few for that, `turn`, which grows with the records read, decides who comes first, so no topic waits for ever.
+    """Return the number of records to read from each topic: at least one of each that has any. If `max_records` is too
+    few for that, `turn` decides which topics come first. It grows with the records read, so no topic waits for ever.
     """
     total = sum(lags.values())
     if max_records is None or total <= max_records:

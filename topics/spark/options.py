@@ -48,7 +48,7 @@ def plainly(error: BaseException) -> str:
 
 
 Position = int | Literal["earliest", "latest"]
-"""A cursor, as everywhere in the API: reading begins behind this seq (0: at the first), or ends with it."""
+"""A cursor, as everywhere in the API. Reading begins behind this seq (0: at the first record), or ends with it."""
 TombstoneMode = Literal["fail", "rows", "ignore"]
 
 ChoiceT = TypeVar("ChoiceT", bound=str)

@@ -1,10 +1,10 @@
 """Frames of a segment as columns (numpy) and as Arrow arrays, many at a time.
 
 Only `meta` costs Python a step for each record. The format is that of `storage/segment.py`, which reads it without
-numpy for the service. This module only finds that all is well; when it is not, that one says what is wrong, and where.
+numpy for the service. This module only detects damage; `storage/segment.py` then says what is damaged, and where.
 
-A run of frames lies in one buffer. In an Arrow array of binaries over that buffer, with the borders of all parts of all
-frames as offsets, each part is an element; `take` copies the wanted parts out of it:
+A run of frames lies in one buffer. An Arrow array of binaries over that buffer has the borders of all parts of all
+frames as its offsets. So each part is an element of the array, and `take` copies the wanted parts:
 
     … | node | tag | "data": | data | ,"meta":… checksum del, next header | node | …
         5n     5n+1  5n+2      5n+3   5n+4
@@ -73,7 +73,7 @@ def read_entries(idx: bytes, first: int, count: int) -> ArrowEntries:
 
 
 def extent(entries: ArrowEntries, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[Ints, int]:
-    """Return what `segment.extent` returns, or raise what it raises."""
+    """Return the same as `segment.extent`, or raise the same."""
     framed = np.flatnonzero(entries.lengths)
     if not len(framed):
         return np.zeros(len(entries.lengths), np.int64), 0
@@ -87,7 +87,7 @@ def extent(entries: ArrowEntries, data_bytes: int, idx_path: str, first_entry_at
 
 
 def check_frames(path: str, buffer: bytes, base: int, first_seq: int, entries: ArrowEntries, starts: Ints) -> None:
-    """Raise what `segment.check_frames` raises."""
+    """Check frames like `segment.check_frames`, which raises the error if there is damage."""
     live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
     if not len(live):
         return
@@ -127,7 +127,7 @@ _decode_metas = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
 class InconsistentLengthsError(Exception):
-    """The parts of a frame, the first one is number `number`, do not add up to its length."""
+    """The lengths of a frame's parts do not add up to its own. `number` is the first such frame."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"frame {number}")
@@ -151,8 +151,8 @@ def decode(
     not_node: str | None,
     with_meta: bool,
 ) -> Records:
-    """Return the records of the frames that begin at `starts` in `buffer`, without those whose tag is not in `tags`
-    (None: any tag will do) and those of the node `not_node`. Raise InconsistentLengthsError.
+    """Return the records of the frames that begin at `starts` in `buffer`. Leave out records whose tag is not in `tags`
+    (None: any tag will do), and those of the node `not_node`. Raise InconsistentLengthsError.
     """
     frames = at(buffer, _FRAME, starts)
     node_at = starts + HEADER_LEN

@@ -1,6 +1,6 @@
-"""The check of one segment by the job `audit`: every byte of its three files against every byte that repeats it.
+"""The check of one segment by the job `audit`: all bytes of its three files, and all that they say twice.
 
-Whole columns are compared first. Only when something differs is each record checked, as `topics verify` does
+It compares whole columns first. Only if something differs does it check each record, like `topics verify`
 (`storage.segment_reader.SegmentReader.damage`).
 """
 
@@ -123,8 +123,8 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
 def _check_columns(
     idx_path: str, data_path: str, data: bytes, first_seq: int, entries: ArrowEntries, cold: bool
 ) -> Records | None:
-    """Return all records that have a frame, deleted or not; None without any. Raise CorruptSegment,
-    only a reason to check each record.
+    """Return all records that have a frame, deleted or not; None without any. Raise CorruptSegment, after which the
+    caller checks each record.
     """
     ts, flags, lengths = entries.ts, entries.flags, entries.lengths
     framed = lengths > 0

@@ -1,9 +1,9 @@
 """`mode=segments`: records in sealed segments are read from their files, all others over HTTP (docs/spark.md).
 
-The driver asks for the manifest, which pins the files. Ranges are cut as in `mode=http`, and each takes along the
-segments with its records. Tasks renew the pins while they run; when none runs any more, the pins end by themselves.
-A task leaves out what was deleted since the query was planned. When a file is not there (a pin that ran out, a cold
-directory that is not mounted), it asks the service for that part. Damage is a gap, never fewer rows.
+The driver asks for the manifest, which pins the files. It cuts ranges as in `mode=http`, and gives each the segments
+with its records. Tasks renew the pins while they run; when none runs any more, the pins end by themselves. A task
+leaves out records that were deleted since the query was planned. If a file is not there (a pin ran out, a cold
+directory is not mounted), it asks the service for that part. Damage is a gap, never fewer rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from topics.spark.segment_arrow import ArrowEntries, InconsistentLengthsError, I
 from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
 BATCH_BYTES: Final = 16 * 2**20
-"""The memory of an executor that a batch may take, about; a single record may be larger."""
+"""Memory of an executor that a batch takes at most, roughly; a single record may be larger."""
 DAMAGED: Final = "damaged"
 
 _log = logging.getLogger("topics.spark")
@@ -120,7 +120,7 @@ class SegmentScan:
             if count == 1:
                 yield self._damaged(first_seq, first_seq, damage)
                 return
-            # Halves: the records beside a damaged one are still read.
+            # Read both halves, so that the records beside a damaged one are still read.
             middle = count // 2
             yield from self._run(first_seq, entries.part(0, middle))
             yield from self._run(first_seq + middle, entries.part(middle, count))
@@ -182,7 +182,7 @@ class SegmentScan:
 
 
 def _runs(entries: ArrowEntries) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of runs without, or with nothing but, lost records; each fits into a batch."""
+    """Yield (start, stop) of runs that have only lost records or none; each fits into a batch."""
     lost = entries.flags & LOCATION_LOST != 0
     ends_bytes = np.cumsum(entries.lengths)
     borders = [0, *(np.flatnonzero(np.diff(lost)) + 1).tolist(), len(lost)]
@@ -264,7 +264,7 @@ def pinned_segments(
             page = client.call(calls.segments(topic, page.next_from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
             pins += _pin_of(page)
             if page.epoch != manifest.epoch:
-                break  # the topic was made again meanwhile: its readers find that out
+                break  # the topic was made again meanwhile: the tasks will find that out
             segments += page.segments
     return manifest, segments, pins
 
@@ -362,7 +362,7 @@ class _PartReader:
 
 
 def _joined(items: Iterable[pa.RecordBatch | Gap]) -> Iterator[pa.RecordBatch | Gap]:
-    """Yield the items, a gap and its continuation in the next segment as one."""
+    """Yield the items, with neighbouring parts of one gap joined."""
     gap: Gap | None = None
     for item in items:
         if isinstance(item, Gap) and gap is not None and _continues(gap, item):

@@ -1,7 +1,7 @@
 """`df.write.format("topics")` and `writeStream`: tasks stage, the driver commits (api §6, docs/spark.md).
 
-A task that is run again stages again; its former stages are in no commit message and expire. A batch that is run again
-stages and commits again, and the service answers that it has the batch. The order of rows may differ each time.
+If Spark runs a task again, the task stages again; its former stages are in no commit message, and expire. If Spark runs
+a batch again, its commit is answered as a duplicate. The order of rows may differ each time.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def check_json(records: list[NewRecord]) -> None:
 
 
 def _converter(kind: types.DataType, name: str) -> Convert:
-    """Return how values of a column become JSON: as by `to_json`, but nulls stay. OptionError for other types."""
+    """Return the function that makes JSON of a column's values: like `to_json`, but it keeps nulls. OptionError for a
+    type that it does not know.
+    """
     if isinstance(kind, types.StructType):
         fields = [(field.name, _or_null(_converter(field.dataType, f"{name}.{field.name}"))) for field in kind.fields]
         return lambda row: {name: convert(row[name]) for name, convert in fields}
@@ -212,7 +214,7 @@ class BatchWriter(Stager, DataSourceArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         sink = f"{self.options.sink}-job.{self._job}"
         self.publish(sink, 0, all_staged(messages))
-        # Only now: while a commit may be repeated, the sink has to remember its batch.
+        # Forget the sink only now: while the commit may be repeated, it has to remember its batch.
         with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:
             client.call(calls.forget_sink(sink))
 

@@ -33,8 +33,8 @@ class TopicsDataSource(DataSource):
         options = read_options(self.options)
         if options.max_offsets_per_trigger is not None:
             raise TopicsSparkError("maxOffsetsPerTrigger is for streams; a batch reads up to endingOffsets")
-        # Spark 4.3 gives the partitions that the filters of one query left to the next query of the same DataFrame,
-        # also to one without filters: rows would be missing without a word. So filters are taken only on demand.
+        # Spark 4.3 reuses the partitions of a filtered query for the next query of the same DataFrame, even for one
+        # without filters: rows would silently be missing. So filters are taken only on demand.
         if not options.push_filters:
             return BatchReader(schema, options)
         _require(

@@ -27,11 +27,11 @@ _log = logging.getLogger("topics.spark")
 
 
 class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Lives in a process of the driver as long as its query; each task gets a pickled copy."""
+    """The stream reader of one query. It lives in a process of the driver; each task gets a pickled copy."""
 
     _target: Offset | None = None  # the heads at the start of a query with `Trigger.AvailableNow`
     _client: Client | None = None
-    _waiting: frozenset[str] = frozenset()  # topics that the service, a follower, has not as far as the query has read
+    _waiting: frozenset[str] = frozenset()  # topics of which a follower has less than the query has read
     _pins: tuple[Pinned, ...] = ()  # pins of the last batch that was planned
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         begin, heads = from_json(start), self._heads()
-        # A topic that is no longer subscribed to was not deleted: its position stays, should it come back.
+        # Keep the positions of topics that the query no longer subscribes to, in case it does so again.
         heads |= {topic: mark for topic, mark in begin.items() if not self._options.subscribed(topic)}
         if self._target is not None:
             heads = _up_to(heads, self._target, begin)
@@ -55,8 +55,8 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
         return to_json(advance(begin, heads, max_records))
 
     def _ahead(self, begin: Offset, heads: Offset) -> Offset:
-        """Return the positions ahead of a service that follows another one: it may still get there. One that leads has
-        lost those records.
+        """Return the positions that are ahead of the service, if it follows another one: it may still get there. A
+        leader that is behind a position has lost those records.
         """
         found: Offset = {}
         for topic, mark in begin.items():
@@ -84,7 +84,7 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         wanted = ranges(from_json(start), from_json(end))
         check_history(wanted, self._options.tombstones)
-        # Spark has read the batch before this one.
+        # Spark has finished the batch before this one, so its pins are not needed.
         self._end_pins()
         made, self._pins = self.plan(self._service(), wanted)
         return made
@@ -111,7 +111,7 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
 
 
 def _up_to(heads: Offset, target: Offset, begin: Offset) -> Offset:
-    """Return the heads, up to `target`. A topic that was made again since stays where the query stands."""
+    """Return the heads, but not beyond `target`. A topic that was made again since stays at the query's position."""
     bounded = {}
     for topic, head in heads.items():
         goal = target.get(topic)

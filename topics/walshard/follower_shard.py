@@ -1,7 +1,7 @@
-"""A shard of a service that follows another one: its log is the leader's, and comes from the follower's process.
+"""A shard of a service that follows another one. It reads the leader's log, which the follower's process fetches.
 
-It folds what is new in the log, shows it, and answers requests that only read. It writes nothing but the RAM log, for
-watch sessions. Topics, floors, jobs and routers change only by what the leader has logged.
+It folds new frames of the log, shows the result, and answers requests that only read. It writes nothing but the RAM
+log, for watch sessions. Topics, floors, jobs and routers change only as the leader has logged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ROUTERS: Final = bytes((FrameType.ROUTER_CREATE, FrameType.ROUTER_DELETE))
 
 
 def only_reads(handlers: Handlers) -> Handlers:
-    """Return the handlers of a shard that follows: what changes anything is refused (`not_leader`)."""
+    """Return the handlers of a follower's shard: they refuse requests that change anything (`not_leader`)."""
 
     def refuse(_call: object, _frontend: int, _group: Draft) -> NoReturn:
         raise TopicsError("not_leader", "this service follows another one, and only reads: write to that one")
@@ -68,8 +68,8 @@ def only_reads(handlers: Handlers) -> Handlers:
 
 
 class News(NamedTuple):
-    """Topics that have changed, or that the archive has more of, new ones included, and who watched topics that are
-    deleted (frontend → token).
+    """News of the leader's log: `changed` are topics that are new, have changed, or of which the archive has more.
+    `bereft` are the watchers of deleted topics (frontend → token).
     """
 
     changed: list[Hosted]
@@ -77,7 +77,7 @@ class News(NamedTuple):
 
 
 class FollowedLog:
-    """The log of one of the leader's shards. Owns the fold of it, and with the catalog the topics that result.
+    """The log of one of the leader's shards. It owns the fold of that log, and (with the catalog) the resulting topics.
 
     `until()` is how far the log may be read, None while that is not known.
     """
@@ -106,9 +106,7 @@ class FollowedLog:
         return (until is not None and until > self._tail.position) or self._wait.is_due
 
     def read(self) -> News:
-        """Fold what is new; return what has changed. Raise TailLost, FoldError, OSError,
-        ArenaFullError: then the shard has to begin again.
-        """
+        """Fold new frames of the log. After TailLost, FoldError, OSError, ArenaFullError the shard must start again."""
         until = self._until()
         if until is None or until <= self._tail.position:
             return News(self._archived(), {})
@@ -122,7 +120,7 @@ class FollowedLog:
                 router_ids |= {seq for _, _, kind, _, _, seq, *_ in batch.frames if kind in _ROUTERS}
         self._fold.apply_pending()
         gone = touched - self._fold.topics.keys()
-        for hosted in filter(None, map(self._catalog.find_id, gone)):  # first: others may have their names
+        for hosted in filter(None, map(self._catalog.find_id, gone)):  # first, since new topics may have their names
             del self._configs[hosted.topic.id]
             self._wait.forget(hosted)
             self._catalog.retire(hosted)
@@ -133,14 +131,14 @@ class FollowedLog:
         return News(list({id(hosted): hosted for hosted in (*changed, *self._archived())}.values()), watchers)
 
     def _archived(self) -> list[Hosted]:
-        """Have what came into the archive count as durable; return those topics."""
+        """Count records that came into the archive as durable; return their topics."""
         moved = self._wait.poll()
         for hosted in moved:
             hosted.topic.durable_seq = hosted.topic.archived_seq
         return moved
 
     def _take(self, topic: Topic) -> Hosted:
-        """Make the hosted topic what the fold says."""
+        """Bring the hosted topic up to the state of the fold."""
         former = self._configs.get(topic.id)
         self._configs[topic.id] = topic.config
         hosted = self._catalog.follow(topic)
@@ -158,7 +156,7 @@ class FollowedLog:
 
 @dataclass(eq=False)
 class FollowerShard(Shard):
-    """One shard that follows, at work. It reads the leader's log instead of copying for routers."""
+    """A follower's shard at work. Instead of copying for routers it reads the leader's log."""
 
     _: KW_ONLY
     log: FollowedLog

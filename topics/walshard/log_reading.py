@@ -1,4 +1,4 @@
-"""The reading of a shard's logs as it starts: its own, with their repairs, or those of a service that is followed."""
+"""The reading of logs when a shard starts: its own, which it repairs, or the log of a service that it follows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = get_logger()
 
 
 class Recovered(NamedTuple):
-    """The fold of both logs, and how each was read. `followed` goes on to read a log that another service writes."""
+    """The fold of both logs, and how far each was read. `followed` reads on in the log of the leader; None without."""
 
     fold: Fold
     end: WalEnd | None
@@ -47,11 +47,12 @@ def read_logs(place: Place, make_index: Callable[[int], TopicIndex]) -> Recovere
     durable = Recovery(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
     ram_frames, _ = _fold_log(fold, ram, True, place.cell)
     frames, log_bytes = _fold_log(fold, durable, False, place.cell)
-    # In the life of one service the machine has not stopped; what its first shard could not log is lost as before.
+    # While one service lives the machine has not stopped, so the log kept its end. If a former life could not log what
+    # was lost before, it still counts as lost.
     same_life = place.cell.get("generation") > 0 and not place.cell.get("lost_tails")
     fold.finish(ram_log_survived=ram.end is not None, has_end=durable.has_end or same_life)
     for topic in fold.topics.values():
-        # What the durable log has is on the disk.
+        # All that was read from the durable log is on the disk.
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
     report = [*ram.report, *durable.report]
     frames += ram_frames
@@ -59,14 +60,14 @@ def read_logs(place: Place, make_index: Callable[[int], TopicIndex]) -> Recovere
 
 
 def may_read_until(page: ControlPage, shard: int) -> WalPosition | None:
-    """Return how far a shard that follows may read its log, None while that is not known."""
+    """Return how far a follower's shard may read its log, None while that is not known."""
     word = page.readable(shard)
     return WalPosition.of_word(word) if word else None
 
 
 def read_followed(place: Place, make_index: Callable[[int], TopicIndex]) -> Recovered:
-    """Read the log of a service that is followed, up to where it is here: what the archive has counts as durable.
-    Raise RefusedLog, FoldError, TailLost, OSError.
+    """Read the part of the leader's log that the follower's process has fetched. Records that the archive has count as
+    durable. Raise RefusedLog, FoldError, TailLost, OSError.
     """
     fold = Fold(make_index)
     start, snapshot_line = _restore(fold, place.fs, place.settings.data_dir, place.directory)
@@ -87,7 +88,7 @@ def read_followed(place: Place, make_index: Callable[[int], TopicIndex]) -> Reco
         if end <= archived:
             for topic in fold.topics.values():
                 settle(topic)
-    # The RAM log of the leader is not here: its `ephemeral` topics are empty.
+    # A follower does not have the leader's RAM log: its `ephemeral` topics are empty.
     fold.finish(ram_log_survived=True)
     frames += ram_frames
     return Recovered(fold, None, ram.end, followed, 0, list(ram.report), frames, 0, snapshot_line)
@@ -100,12 +101,12 @@ def settle(topic: Topic) -> None:
 
 
 def _ram_recovery(place: Place) -> Recovery:
-    # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
+    # The RAM log outlives a crash of this process but never a service, so only a killed process leaves a torn end.
     return Recovery(place.fs, place.ram_directory, place.identity, start="lowest")
 
 
 def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:
-    """Restore the newest snapshot of that log; return from where the log is read (None: all), and a word on it."""
+    """Restore the newest snapshot of this log. Return (position to read the log from, None for all of it; a note)."""
     snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:
         return None, "none"

@@ -32,21 +32,21 @@ from topics.walshard.shard import Shard
 from topics.walshard.shard_pressure import ShardPressure
 
 BUSY_FOR_MS: Final = 0 if FENCE_IS_FULL else 50
-"""Time after the last request in which the shard sleeps at most 1 ms at a time: a wake-up that is lost
-(`shm/ring.py`) costs no more than that.
+"""Time after its last request for which the shard sleeps at most 1 ms at once. A lost wake-up (`shm/ring.py`) then
+costs at most 1 ms.
 """
 STUCK_MS: Final = 10
-"""Interval of looks whether a router that had to wait may go on."""
+"""Longest sleep while a router waits for something that no signal announces."""
 
 log = get_logger()
 
 
 def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) -> int:
-    """Run the process. EXIT_REFUSED when the log must not be used as it is, EXIT_NEXT_LIFE when the process is to be
-    started again at once.
+    """Run the process until it is told to stop, and return its exit code: EXIT_REFUSED when the log must not be used
+    as it is, EXIT_NEXT_LIFE when a follower's shard has to start again with a newer snapshot, 1 for other failures.
     """
     arm_as_told(settings.test_kill_at, incarnation)
-    collect_only_young()  # a look at all is a second with a hundred thousand topics, and nothing here leaves a cycle
+    collect_only_young()  # a full collection takes 1 s with 100,000 topics, and nothing here leaves a cycle
     clock = SystemClock()
     cell = shared.control.cell(Role.WALSHARD, index)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.RECOVERING)
@@ -87,7 +87,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
 
 
 def _leader_is_known(shared: SharedMemory, index: int, stop: _StopRequest, wake: Wake) -> bool:
-    """Wait until the log of the leader's shard is here. False when told to stop meanwhile."""
+    """Wait until the follower's process has fetched a log of this shard that may be read. False when told to stop."""
     while not shared.control.readable(index):
         if stop.requested:
             return False
@@ -146,7 +146,7 @@ def _serve(
 
 
 class _StopRequest:
-    """A SIGTERM: the shard finishes the requests in its rings, then ends."""
+    """Notes a SIGTERM and wakes the shard, which finishes the requests in its rings, then ends."""
 
     def __init__(self, wake: Wake) -> None:
         self.requested = False

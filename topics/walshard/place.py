@@ -1,4 +1,4 @@
-"""The place at which a shard works: what its process hands over."""
+"""The surroundings of a shard: all that its process hands to `setup.set_up`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topics.walshard.commit.shard_rings import ShardRings
 
 
 class Place(NamedTuple):
-    """The place of a shard: all that its process hands over. One helper thread lays out log files ahead, one syncs."""
+    """All that its process hands to a shard. Each executor has one thread: to lay out log files ahead, and to sync."""
 
     settings: Settings
     shared: SharedMemory

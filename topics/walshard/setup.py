@@ -1,7 +1,7 @@
-"""From files to a shard at work: read the logs, fold them, build a new arena, put the parts together.
+"""The start of a shard: read its logs, fold them, build a new arena, put the parts together.
 
-Nothing of the former incarnation's shared memory is trusted but the rings and the journal: topics and locations come
-from the files. Until the new arena is complete, readers keep the old one.
+A new incarnation trusts only the rings and the journal of its predecessor's shared memory. It takes topics and
+locations from the files. Readers keep the old arena until the new one is complete.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ RAM_FILE_BYTES: Final = 8 * 1024 * 1024
 
 
 def set_up(place: Place) -> Parts:
-    """Return the shard as its files say, its arena current. Raise RefusedLog or FoldError for an unusable log, TailLost
-    for that of a service that is followed.
+    """Recover a shard from its files, publish its new arena, and return its parts. Raise RefusedLog, FoldError or
+    UnknownSnapshotVersion for an unusable log, TailLost when the log of a followed service has lost its tail.
     """
     settings, index, cell, clock = place.settings, place.shard, place.cell, place.clock
     identity, control = place.shared.identity, place.shared.control
     started_ms = clock.monotonic_ms()
     generation = cell.get("generation") + 1
     bases = control.bases
-    unlink_arena(identity, index, generation)  # of an incarnation that died while it recovered
+    unlink_arena(identity, index, generation)  # an incarnation that died while it recovered may have left one
     arena = ArenaWriter(identity, index, generation)
     files = SegmentFiles(place.fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     read = read_logs if settings.follow is None else read_followed
@@ -84,7 +84,7 @@ def set_up(place: Place) -> Parts:
 
     if recovered.followed is None:
         _log_lost_end(recovered.fold, parts)
-        parts.logs.count()  # the compactor reads the log up to there
+        parts.logs.count()  # the compactor reads the log up to the end that this shows
     holdings.settle()
     cell.set("torn_bytes", recovered.torn_bytes)
     cell.set("arena_bytes", arena.used_bytes)
@@ -105,7 +105,7 @@ def set_up(place: Place) -> Parts:
 
 
 class Parts(NamedTuple):
-    """A shard, and some of its parts."""
+    """A shard, and those of its parts that tests look at."""
 
     shard: Shard
     catalog: Catalog
@@ -118,13 +118,13 @@ class Parts(NamedTuple):
 
 
 def _log_lost_end(fold: Fold, parts: Parts) -> None:
-    """Log at once what the log has lost with its end: the last records of topics, and deletions that segments have. If
-    that fails, it comes before the next write.
+    """Log what the log may have lost with its end: the last records of topics, and deletions that only segments have.
+    If the log cannot be written now, `Commits` does this before the next write.
     """
     heads = [fold.topics[topic_id] for topic_id in fold.lost_end.heads]
     lost = {topic.id for topic in heads if topic.lost_tail_seq == topic.head_seq} | fold.lost_end.deletions
     if not lost and all(topic.config.durability == "ephemeral" for topic in heads):
-        return  # these heads are logged before there is a RAM log
+        return  # the first write to the durable log logs these heads
     if lost:
         what = "the log may have lost its end: the last records of topics, or deletions, may be gone"
         log.warning(what, topics=len(lost))
@@ -153,7 +153,7 @@ def _open_logs(place: Place, recovered: Recovered, catalog: Catalog) -> Logs:
     room_bytes = partial(room_left_bytes, fs, place.settings.data_dir, place.shared.control.cut_bytes)
     if recovered.followed is None:
         wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room_bytes=room_bytes)
-    else:  # what changes anything is refused: this log stays empty
+    else:  # a follower refuses requests that change anything, so this log stays empty
         wal = WalWriter(fs, place.ram_directory + ".empty", identity, None, preallocate="none")
     ram = None if recovered.ram_end is None else open_ram()
     ends = end, recovered.ram_end
@@ -161,8 +161,9 @@ def _open_logs(place: Place, recovered: Recovered, catalog: Catalog) -> Logs:
 
 
 def _ram_room_bytes(place: Place) -> int:
-    """Return the room in /dev/shm for new records. A file's size, and some, is kept for each shard: for what a full RAM
-    log has to repeat, and for the index of a shard that was killed, beside the one that readers still use.
+    """Return the bytes in /dev/shm that new records may take. Somewhat more than a file of each shard is kept free. A
+    full RAM log needs it to repeat live records, and a shard that was killed needs it to build a new arena while
+    readers still use the old one.
     """
     kept_bytes = place.settings.wal_shards * (RAM_FILE_BYTES * 9 // 8 + ROOM_STEP_BYTES)
     return room_beside_bytes(place.fs, place.shared.ram_dir, kept_bytes)
@@ -267,7 +268,7 @@ def _put_together(
 
 
 def _follow_archive(place: Place, logs: Logs, catalog: Catalog) -> ArchiveWait | None:
-    """Return what follows the archive, which gets all records of the recovered log; None without an archive."""
+    """Return the `ArchiveWait` of this shard, all recovered topics noted in it; None without an archive."""
     settings, shared = place.settings, place.shared
     if not shared.control.has_archiver or settings.follow is not None:
         return None

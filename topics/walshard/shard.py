@@ -1,10 +1,10 @@
-"""The pipeline of a shard, over and over: take what waits in its rings, prepare it, commit it, publish it, answer it.
+"""The pipeline of a shard. The shard repeats these steps for ever:
 
     take ──▶ prepare ──▶ commit ──▶ publish ──▶ notify ──▶ answer
 
-Requests for records, jobs and cursors, and those that make topics, are gathered into a group: one write, one sync. Any
-other request that writes ends the group before it and is committed by itself: it is rare, and then sees nothing half
-done. Copies of routers come after all of that, with drafts of their own.
+It takes requests from its rings. It gathers requests about records, jobs and cursors, and those that make topics, into
+a group, which gets one write and one sync. Any other request first ends the group, then commits by itself: such
+requests are rare, and so they see nothing half done. Routers copy after all of that, with drafts of their own.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from topics.walshard.step_clock import StepClock
 from topics.walshard.upkeep import Upkeep
 
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
-"""Replies of queue requests are as long as their clients want: a group ends before the journal is full of them."""
+"""Bytes of replies with which a group ends: clients choose their length, and the journal must hold all of a group."""
 TURN_MS: Final = 100
-"""Many requests that are each synced by themselves, as deletions of topics, must not keep others waiting."""
+"""Time after which a request that commits by itself ends the turn, so that the shard's other work is done, too."""
 TRIES_MAX: Final = 4
 """Times that a request of a group may ask for a commit before it."""
 
@@ -45,8 +45,9 @@ log = get_logger()
 
 
 class Handlers(NamedTuple):
-    """The handlers of one shard: `in_group` prepare a request in a group with others, `alone` carry one out by itself,
-    both by the type of the request. The others also have work of their own.
+    """The handlers of one shard. `in_group` and `alone` are keyed by the type of the request: the first prepare a
+    request in a group with others, the second carry it out by itself. The other three also have work that no request
+    asks for.
     """
 
     in_group: Mapping[type, GroupHandler]
@@ -70,10 +71,10 @@ class Shard:
     _time: StepClock
     _group: Draft = field(default_factory=Draft)
     _unanswered: list[RingRequest] = field(default_factory=list)
-    """Requests that are prepared and not answered."""
+    """Requests that were taken and are not answered yet, in the order of the rings."""
 
     def serve(self) -> bool:
-        """Take one turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
+        """Take one turn of the pipeline with all requests that wait, up to a bound. Return whether there were any."""
         self._time.look()
         self.tick()
         requests = self._serve_requests()
@@ -88,12 +89,12 @@ class Shard:
         return requests > 0
 
     def tick(self) -> None:
-        """Do what no request brings about, and has its own time."""
+        """Carry out the timers of queues that are due."""
         if self.handlers.queues.is_due:
             self._run(self.handlers.queues.tick())
 
     def copy(self) -> bool:
-        """Copy for a moment, then requests go first. False when there is nothing."""
+        """Copy for routers for a bounded time, so that requests have their turn again. False if nothing was copied."""
         if not self.routing.has_work:
             return False
         copied = self._run(self.routing.pump())
@@ -131,7 +132,7 @@ class Shard:
     # -- prepare
 
     def _prepare_guarded(self, kind: int, message: memoryview, request: RingRequest) -> bool:
-        """True when the request joined the group; False when it was a commit of its own, or none."""
+        """Prepare a request, or answer it with an error. True if it joined the group; else the group has ended."""
         try:
             return self._prepare(kind, message, request)
         except TopicsError as error:
@@ -141,7 +142,7 @@ class Shard:
                 request.id, TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
             )
         except Exception:
-            # One request must not end its neighbours' shard, nor do so again after a restart.
+            # One bad request must not stop the shard for all others, and again after each restart.
             log.exception("request failed", kind=kind)
             request.reply = messages.encode_error(request.id, TopicsError("internal", "the request failed"))
         return False
@@ -191,13 +192,13 @@ class Shard:
                     request.reply = _encoded(request.id, end.value)
                 return result
             if request is not None and draft.reply is not None:
-                # The journal has the reply before the log has what it speaks of.
+                # The reply goes into the journal before the write that it reports goes into the log.
                 request.reply = _encoded(request.id, draft.reply)
                 (draft.ram or draft.durable)[-1].request = request
             self._commit(draft)
 
     def _commit_group(self) -> None:
-        """Commit and publish what is gathered. What the logs refuse has errors for replies; nothing is half done."""
+        """Commit and publish the group. A request whose write the logs refuse is answered with an error."""
         group, self._group = self._group, Draft()
         if group or group.touched:
             self._commit(group)
@@ -233,7 +234,7 @@ class Shard:
     # -- answer
 
     def _finish_group(self) -> None:
-        """Commit what is gathered, deal out jobs that are ready by it, and answer everything so far."""
+        """Commit the group, deal out the jobs that it made ready, and answer all requests taken so far."""
         self._commit_group()
         if self.handlers.queues.have_changed:
             self.handlers.queues.deal(self._group)
@@ -248,21 +249,21 @@ class Shard:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is to be done for routers."""
+        """Return whether routers have nothing to do now."""
         return self.routing.idle
 
     @property
     def is_stuck(self) -> bool:
-        """True if a router waits for what no signal announces, and not for long."""
+        """Return whether a router waits, not for long, for something that no signal announces."""
         return self.routing.stuck
 
     @property
     def next_tick_ms(self) -> int | None:
-        """Monotonic ms at which `serve` will have something to do though nobody asks; None: never."""
+        """Monotonic ms at which the next timer of a queue is due, which `serve` carries out; None without timers."""
         return self.handlers.queues.next_tick_ms
 
     def sync_in_background(self) -> bool:
-        """Sync what nobody waits for, and show what became durable by it. True if there may be more to show."""
+        """Start and end background syncs, and publish topics that became durable by them. True if more may follow."""
         durable = self.upkeep.sync()
         self._publish(durable)
         self._notify(durable)
@@ -270,7 +271,7 @@ class Shard:
         return len(durable) == MOVED_MAX
 
     def sweep(self) -> None:
-        """Do once a second what no request brings about."""
+        """Do the upkeep that is due once a second: expiry, idle sessions, missed changes of routers, gauges."""
         self._time.look()
         self._cell.clock_offset_ms = self._time.trusted_offset_ms
         self._run(self.upkeep.sweep())
@@ -280,7 +281,7 @@ class Shard:
         self._rings.flush()
 
     def close(self) -> None:
-        """End cleanly: everything is in the logs as it is, and on the disk."""
+        """End cleanly: log the exact heads and cursors, sync the logs, and mark them as complete."""
         self._time.look()
         for steps in (self.routing.feeds.log_ephemeral(), self.handlers.cursors.settle(), self.upkeep.close()):
             self._run(steps)
@@ -296,7 +297,7 @@ def _encoded(request_id: int, reply: Message | AppendReply | None) -> bytearray 
 
 
 def _read_spill(path: str) -> memoryview:
-    """Read a message too long for a ring; its frontend made the file and removes it."""
+    """Read a message that was too long for a ring. The frontend made the file, and removes it."""
     try:
         with open(path, "rb") as spill:
             return memoryview(spill.read())

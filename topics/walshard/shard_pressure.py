@@ -1,10 +1,11 @@
-"""A shard's pressure: it is sampled, published in the cell, and answered as the ladder says.
+"""A shard's pressure: the shard samples it, publishes it in its cell, and reacts as the ladder says.
 
-`deferring` in the cell has work for which nobody waits done after everything else. Copies of routers always are.
+While `deferring` is set in the cell, the shard does work for which nobody waits after everything else. Copies of
+routers always come last.
 
-Groups begin as soon as there is something to do. Under pressure they begin at least a commit window apart, so that each
-takes more requests: one write, one sync, one wake-up of a frontend for all. The first request after a quiet time, a
-lone durable write above all, is still served at once.
+Without pressure a group begins as soon as there is a request. Under pressure groups begin at least a commit window
+apart, so that each has more requests for one write, one sync and one wake-up of a frontend. The first request after a
+quiet time, such as a lone durable write, is still served at once.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ log = get_logger()
 T = TypeVar("T")
 
 GATHERED_BYTES: Final = 256 * 1024
-"""With so many bytes waiting, or a ring that is half full, a group is large enough: heavy writers are not held up."""
+"""Waiting bytes from which on a group is large enough, as with a ring that is half full: it begins at once."""
 LOOK_NS: Final = 1_000_000
-"""Interval of looks whether so much waits: a small ring is full long before a window ends."""
+"""Interval at which a waiting shard checks how much waits: a small ring is full long before a window ends."""
 INTERVALS_MAX: Final = 50
 
 
@@ -68,7 +69,7 @@ class ShardPressure:
             took_ns = self._now_ns() - began_ns
             self._longest_ns = max(self._longest_ns, took_ns)
             if self._brake.share:
-                # Not while the compactor waits for an answer: the sooner it has that, the sooner pauses end.
+                # No pause while the compactor waits for an answer: its work is what ends the pauses.
                 self._pause(self._now_ns() + self._brake.pause_ns(took_ns), lambda: self._rings.compactor_asks)
         return worked
 
@@ -81,7 +82,7 @@ class ShardPressure:
         self._slept_ns += now_ns - began_ns
 
     def aside(self, step: Callable[[], T]) -> T:
-        """Sleep, or do work for which nobody waits: its time is no pressure."""
+        """Sleep, or do work for which nobody waits. Its time does not count as pressure."""
         began_ns = self._now_ns()
         result = step()
         self._slept_ns += self._now_ns() - began_ns
@@ -95,7 +96,7 @@ class ShardPressure:
             return
         busy = min(1.0, max(0.0, 1 - self._slept_ns / elapsed_ns))
         sample = Sample(self._longest_ns / 1e6, self._fullest, busy)
-        # After a long sleep there are samples to make up for.
+        # After a long sleep, make up for the samples that it left out.
         for _ in range(min(INTERVALS_MAX, elapsed_ns // (INTERVAL_MS * 1_000_000))):
             pressure = self._governor.sample(sample)
         self._sampled_ns = now_ns

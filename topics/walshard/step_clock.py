@@ -28,7 +28,7 @@ class StepClock:
             self._kept_ids.clear()
 
     def has_taken(self, most_ms: int) -> bool:
-        """Return whether the step has taken so long."""
+        """Return whether the step has taken `most_ms` or more."""
         return self._clock.monotonic_ms() - self.now.mono_ms >= most_ms
 
     def look_at_expiry(self) -> None:
@@ -40,7 +40,7 @@ class StepClock:
         self._kept_ids.add(topic_id)
 
     def expiry_ms_of(self, topic_id: int) -> int:
-        """Return `expiry_ms`, or 0 (nothing has expired) for a topic of which the log has refused to take that."""
+        """Return `expiry_ms`, or 0 (nothing has expired) for a topic whose expiry the log has refused in this step."""
         return 0 if topic_id in self._kept_ids else self.expiry_ms
 
     @property

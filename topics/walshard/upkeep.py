@@ -50,7 +50,7 @@ class Upkeep:
         yield from self.sweep_followed()
 
     def sweep_followed(self) -> Steps[None]:
-        """Once a second, do of `sweep` what changes no topic."""
+        """Do the part of `sweep` that changes no topic, which is all that a follower may do."""
         yield from self._sessions.collect()
         self._files.drop_replaced()
         self._files.mark_again()
@@ -58,9 +58,7 @@ class Upkeep:
         self._ram_trim.relieve()
 
     def step(self) -> Steps[bool]:
-        """Go on with the sweep, and shorten the RAM log to what is needed of it, if that is worth its cost. True if
-        topics may have changed by that.
-        """
+        """Go on with the sweep, and trim the RAM log if that is worth its cost. True if topics may have changed."""
         sweeping = self._deletes.is_sweeping
         if sweeping:
             yield from self._deletes.sweep_some()

@@ -1,1 +1,1 @@
-"""A request meets this before its route: keys, the body and its checks, bounds of what is held. Answers leave by it."""
+"""The way of a request to its route (keys, body, checks, memory bounds), and the way of its answer out."""

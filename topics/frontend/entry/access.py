@@ -25,7 +25,7 @@ from topics.shm.control import Cell, ProcessCell
 from topics.shm.quotas import Counted, KeyCounts
 
 RETRY_S: Final = 1.0
-"""Time between attempts to read the keys while this frontend serves old ones, one of which may have been revoked."""
+"""Time between attempts to read new keys. Meanwhile this frontend accepts the old ones, which may be revoked."""
 _LIMIT_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
 _CALLER: Final = "topics.caller"  # name in the ASGI scope of an admitted request's key
 LEADER_REQUIRED: Final = (b"topics-leader", b"required")
@@ -69,12 +69,12 @@ class KeyLimits:
 
 
 class Access:
-    """The keys that this frontend accepts, and for what. With an empty ring nobody has to authenticate."""
+    """Owns the keys that this frontend accepts, and decides what each may do. With an empty ring none is needed."""
 
     def __init__(
         self, ring: KeyRing, limits: KeyLimits, why_not_leader: Callable[[], TopicsError | None] = lambda: None
     ) -> None:
-        """`why_not_leader` returns the error for what changes anything in a service that only reads."""
+        """`why_not_leader` returns the error for requests that change anything if the service only reads, else None."""
         self._ring = ring
         self.limits = limits
         self._why_not_leader = why_not_leader
@@ -91,7 +91,7 @@ class Access:
         return self._ring.serial
 
     def replace(self, ring: KeyRing) -> None:
-        """Accept these keys from now on, and tell the listeners, which end what is no longer allowed."""
+        """Accept these keys from now on. Tell the listeners, which end streams that are no longer allowed."""
         self._ring = ring
         self._tell()
 
@@ -143,8 +143,8 @@ class Access:
         scope[_CALLER] = key
 
     def require_leader(self, needed: KeyScope, headers: Collection[tuple[bytes, bytes]] = ()) -> None:
-        """Raise `503 not_leader` in a service that only reads, for what changes anything, and for requests that want
-        to be answered by a leader.
+        """In a service that only reads, raise `503 not_leader` for requests that change anything, and for those whose
+        header asks for a leader.
         """
         error = self._why_not_leader()
         if error is not None and (needed not in KeyScope.READ or LEADER_REQUIRED in headers):
@@ -161,8 +161,8 @@ class Access:
         return self._ring.with_digest(digest) if self._ring.keys else ANYONE
 
     def why_not(self, digest: bytes, needed: KeyScope, names: Iterable[str], of_leader: bool) -> TopicsError | None:
-        """Return why a stream must end whose key has this digest; None while that is valid, has these scopes and covers
-        these names, and this service leads if only a leader may have the stream.
+        """Return why a stream must end whose key has this digest. None while the key is valid, has these scopes and
+        covers these names, and (for a stream `of_leader`) this service leads.
         """
         key = self.find_key(digest)
         if key is None or not key.has(needed) or not all(map(key.covers, names)):

@@ -4,8 +4,8 @@
                      │ waits in a queue                    └─▶ release_body: little of it is kept
                      └─▶ 429 throttled
 
-A body waits for room before it is read on, so TCP holds up its client. Of two bodies that wait for each other's room
-one times out. Bodies of up to 1 MiB have their own budget: four slow clients can fill that of the long ones.
+While a body waits for room it is not read, so TCP holds up its client. If two bodies wait for each other's room, one
+times out. Bodies of up to 1 MiB have their own budget, since four slow clients can fill that of the long ones.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def reserve(budget: Budget, size_bytes: int) -> None:
     if task not in _reservations:
         task.add_done_callback(_release)
     reservation = _reservations.setdefault(task, {}).setdefault(budget, Reservation(budget))
-    del task  # one that is cancelled here keeps its stack, which must not keep it
+    del task  # breaks a reference cycle: a task that is cancelled here keeps this frame
     try:
         await reservation.grow(size_bytes, budget.limit.wait_s)
     except TimeoutError:
@@ -89,7 +89,7 @@ async def reserve(budget: Budget, size_bytes: int) -> None:
 
 
 def release_body() -> None:
-    """Count the current task's body no longer: next to nothing of it is kept."""
+    """Stop counting the body of the current task, which keeps next to nothing of it."""
     if not _reservations:  # short bodies are not counted, and to find the task is a system call
         return
     task = asyncio.current_task()
@@ -123,7 +123,7 @@ class MessageReservation:
 
     def __del__(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            # Not closed here: any thread may be doing anything at this moment.
+            # The loop closes it: this may run in any thread, in the middle of anything.
             self._loop.call_soon_threadsafe(self._medium.close)
             self._loop.call_soon_threadsafe(self._long.close)
 

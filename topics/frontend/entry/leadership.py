@@ -1,4 +1,4 @@
-"""A service leads, or only reads: because it follows another one, or because another one took over from it."""
+"""Leadership: a service takes writes unless it follows another one, or another one has taken over from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from topics.storage.follow_note import read_note
 
 
 class Leadership:
-    """Answers for one frontend. Owns nothing: the control page and the follower's note say all."""
+    """Tells one frontend whether its service leads. Owns nothing: it reads the control page and the follower's note."""
 
     def __init__(self, settings: Settings, page: ControlPage, fs: FileSystem) -> None:
         self._settings = settings
@@ -18,7 +18,7 @@ class Leadership:
         self._fs = fs
 
     def why_not_leader(self) -> TopicsError | None:
-        """Return the error for what changes anything; None if this service leads."""
+        """Return the error for requests that change anything; None if this service leads."""
         if self._settings.follow is not None:
             return self._follows()
         if self._page.is_taken_over:
@@ -30,14 +30,14 @@ class Leadership:
         return None
 
     def lag_ms(self, now_ms: int) -> int | None:
-        """Return how old the state of this service may be; None if it leads."""
+        """Return how many ms this service may be behind its leader; None if it follows none."""
         return None if self._settings.follow is None else self._page.follow_lag_ms(now_ms)
 
     def _follows(self) -> TopicsError:
         try:
             note = read_note(self._fs, self._settings.data_dir)
         except OSError:
-            note = None  # the process that owns it says what is wrong
+            note = None  # the follower's process, which owns the note, reports what is wrong with it
         if note is not None and note.leader_url:
             where, detail = note.leader_url, {"leader": note.leader_url}
         else:

@@ -23,7 +23,7 @@ LIST_BYTES_MAX: Final = 1 << 20
 GZIP_MIN_BYTES: Final = 1024
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
 _ACCEPT_MAX_BYTES: Final = 2048
-"""The part of an Accept or Accept-Encoding header that counts: all of a head of them takes 30 ms to read."""
+"""Bytes of an Accept or Accept-Encoding header that are read: a whole head full of them would take 30 ms."""
 _GZIP_LEVEL: Final = 1  # level 1 is the fastest, and packs a page of JSON nearly as well as the others
 _JSON: Final = (b"content-type", b"application/json")
 _HEADERS: Final = {"unauthorized": (b"www-authenticate", b"Bearer"), "upgrade_required": (b"upgrade", b"websocket")}

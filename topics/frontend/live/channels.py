@@ -158,7 +158,7 @@ class HeartbeatSender(HeartbeatQueue):
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at_ms = next_ms
-        # 0 for those that are due already: the loop does what else is ready before it comes back.
+        # A delay of 0 for overdue ones still lets the loop do other work first.
         delay_ms = max(0, next_ms - self._clock.monotonic_ms())
         self._timer = self._loop.call_later(delay_ms / 1000, self._send)
 
@@ -198,8 +198,8 @@ class LargeFrames(Generic[WaiterT]):
         return reservation is not None and reservation in self._budget.waiting
 
     def admit(self, waiter: WaiterT, len_bytes: int) -> bool:
-        """Return True if the waiter's next frame may be sent now; this uses up an earlier grant. Else it waits, in
-        front if its grant was too small.
+        """Return True if the waiter's next frame may be sent now. Else the waiter waits for room, in front if it had a
+        grant that was too small. The call uses up an earlier grant.
         """
         granted_bytes = self.cancel(waiter)
         if len_bytes <= max(HIGH_WATER_BYTES, granted_bytes):

@@ -165,7 +165,7 @@ class Hub:
             made.watch = self._gateway.watches.add(shard, name, view, partial(self._on_change, made))
             channel = self._channels[name] = made  # last: the watch may be refused
         elif view is not None and channel.watch is not None:
-            # It may be a new topic of this name, while the members still wait for the end of the former one.
+            # `view` may be a new topic of this name, while the members still wait for the end of the former one.
             channel.watch.found(view)
         return channel
 
@@ -180,7 +180,7 @@ class Hub:
         if not channel.members:
             assert channel.watch is not None
             channel.watch.cancel()
-            channel.watch = None  # which names the channel: both would be left to the garbage collector
+            channel.watch = None  # breaks a reference cycle, which would be left to the garbage collector
             self._undurable.pop(channel, None)
             self.ready.discard(channel)
             self._topics.forget(name)
@@ -255,14 +255,14 @@ class Hub:
             connection.push.write(connection.state.spec.wording.final("throttled", message))
             self.close(connection)
         for connection in self._stalled.to_cut(self._large_frames.shortfall_bytes(), now_ms):
-            # Aborted without a last frame: that would wait for the client, and with it all that is kept.
+            # Abort without a last frame, which would wait for the client and keep its memory.
             self._forget(connection)
             connection.push.abort()
         self._kept.admit_waiting()
         failed, self._failed = self._failed, {}
         for connection, index in failed:
             self._join_backlog(connection, index)
-        # A sync that ends while the shard learns of the watch is not announced.
+        # The shard does not announce a sync that ends before it has the watch, so look at undurable topics again.
         undurable, self._undurable = self._undurable, {}
         for channel in undurable:
             self._on_change(channel)

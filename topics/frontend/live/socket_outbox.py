@@ -1,5 +1,5 @@
-"""The outgoing messages of a WebSocket: a few wait for the client, and writers wait for room. Once they are
-HIGH_WATER_BYTES together nobody has room, as in an event stream: then these are kept, and what one step says.
+"""The outgoing messages of a WebSocket. A few wait for the client; beyond HIGH_WATER_BYTES writers wait for room, as in
+an event stream. So the outbox keeps at most those bytes and the messages of one step.
 
 Two kinds of writers share the room, and take turns while there is none. Answers to commands wait in `put`, so no more
 commands are read from a client that does not read its answers. Subscriptions are called back (`on_writable`) when all

@@ -22,7 +22,7 @@ from topics.log import get_logger
 from topics.shm.recency import Recency, RecencyWriter
 
 KEPT_MS: Final = 50
-"""Age at which steps are made again: records expire, and a frame may be on its way for so long unnoticed."""
+"""Age at which steps are made again, since records expire meanwhile. Nobody notices a delay of this length."""
 KEPT_BYTES: Final = 1 * 2**20
 """Steps are dropped when so many bytes were made, except for the last one."""
 _log = get_logger()

@@ -1,4 +1,4 @@
-"""A stream as a pure state machine: (its state, what it is shown) → (bytes to send, its next state).
+"""A stream as a pure state machine: (its state, the next page or event) → (bytes to send, its next state).
 
 A `StreamState` is a value: the position and phase of each topic. Streams in the same state share one object, so the hub
 makes a step once for all of them, and a thousand watchers of one topic cost a thousand writes of one frame.
@@ -63,7 +63,7 @@ class StreamStep(msgspec.Struct, frozen=True):
 
 
 class FramedPage(msgspec.Struct, frozen=True):
-    """A page as frames, for every stream that stands where it begins. Only the ends of the frames are missing."""
+    """A page as frames, for all streams at the position where it begins. Only the ends of the frames are missing."""
 
     topic: str
     tombstone: Tombstone | None

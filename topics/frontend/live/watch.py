@@ -170,7 +170,7 @@ class SessionClient:
             self._tell_some()
 
     def _tell_some(self) -> None:
-        """Tell of some streams, and of the others in the next turns of the event loop, or before they end."""
+        """Tell a restarted shard of some open streams, and of the others in the next turns of the event loop."""
         for stream_no in list(islice(self._untold, TOLD_AT_ONCE)):
             self._tell(stream_no)
         if self._untold:
@@ -261,7 +261,7 @@ class WatchRoutes:
         connection: StreamConnection | None = None
         try:
             state = self._resume(opened, headers.get(b"last-event-id"))
-            # Its nodes, which may be most of it, are kept as the set that streams share.
+            # Keep the session's nodes, which may be most of it, as the set that streams share.
             session = msgspec.structs.replace(opened.session, options=state.spec.options)
             opened = msgspec.structs.replace(opened, session=session)
             self.hub.check_ready(state.spec.names)  # before the answer begins
@@ -269,7 +269,7 @@ class WatchRoutes:
             connection = self.hub.open(push, state, session.heartbeat_ms, session.pace_ms)
             end_if_forbidden = partial(self._end_if_forbidden, connection, session, LEADER_REQUIRED in scope["headers"])
             self.access.on_change(end_if_forbidden)
-            end_if_forbidden()  # that may have changed since it was admitted
+            end_if_forbidden()  # the keys may have changed since it was admitted
             await event_streams.run_stream(push, receive)
         finally:
             if connection is None:

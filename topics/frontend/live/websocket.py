@@ -243,7 +243,7 @@ class Socket:
         self._key().require(KeyScope.READ, starts)
         await self._services.catching_up.wait_for_all(starts)
         self._key().require(KeyScope.READ, starts)
-        # The client is told by their streams of topics that were deleted.
+        # Subscriptions to deleted topics have ended; their own streams have told the client.
         ended = {name for name, one in self._subscriptions.items() if one.state.phases[0] == TopicPhase.ENDED}
         followed = len((self._subscriptions.keys() - ended) | starts.keys())
         if followed > topics_max:
@@ -251,7 +251,7 @@ class Socket:
         reader, hub = self._services.reader, self._services.hub
         found = await follow(reader, starts, command.strong)
         topics = {name: one.state for name, one in found.items()}
-        # May refuse, so before any end.
+        # This may refuse the command, so it comes before any subscription is ended.
         options = page_options(command, settings)
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
@@ -301,7 +301,7 @@ class Socket:
         answered = command.request_id, command.topic, command.return_seqs  # without the records, which may be many
         task = asyncio.create_task(self._acknowledge(*answered, reply, started_ns))
         self._publishes.add(task)
-        # Not in the task itself: one that is cancelled before its first step never runs.
+        # A callback, since a task that is cancelled before its first step runs no code of its own.
         task.add_done_callback(partial(self._published, release))
 
     def _published(self, release: Callable[[], None], task: asyncio.Task[None]) -> None:
@@ -361,7 +361,7 @@ class Socket:
             self._abort()
 
     async def _drop_input(self) -> None:
-        """Drop further messages until the client is gone: one that nobody receives stops the reading."""
+        """Drop further messages until the client is gone. A message that nobody takes would stop the reading."""
         for _ in range(2):
             try:
                 async with asyncio.timeout(LINGER_S):
@@ -410,7 +410,7 @@ class WebSocketRoute:
             self._services.cell.set("ws_connections", len(self._sockets))
             try:
                 await send({"type": "websocket.accept"})
-                # That may have changed since it was admitted.
+                # The keys may have changed since it was admitted.
                 socket.end_forbidden()
                 await socket.run()
             finally:

@@ -18,14 +18,14 @@ READY_FULL: Final = 10_000
 
 
 def ready_fullness(depths: Sequence[int]) -> float:
-    """Return the fullness of the queue of topics, 0 to 1, by how many wait in each band. The last band does not count:
-    its topics may wait without need, and while pressure pauses them they would keep up that pressure.
+    """Return the fullness of the queue of topics, 0 to 1; `depths` are the topics that wait in each band. The last band
+    does not count: its topics wait without need, and pressure that pauses them would keep itself up.
     """
     return min(1.0, sum(depths[:LAST]) / READY_FULL)
 
 
 class FrontendPressure:
-    """The pressure of one frontend. It runs on the event loop that it measures: its own delay is that of all others."""
+    """The pressure of one frontend. It runs on the event loop that it measures: its delay is the delay of all tasks."""
 
     def __init__(self, control: ControlPage, cell: ProcessCell, hub: Hub, gateway: Gateway) -> None:
         self._loop = asyncio.get_running_loop()

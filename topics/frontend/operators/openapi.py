@@ -1,6 +1,6 @@
 """`GET /v0/openapi.json`: the table of operations as OpenAPI 3.1, and a page that shows it.
 
-The schemas are made from `topics/api`: frontends decode requests into those types, and the client answers.
+The schemas are made from the types in `topics/api`: frontends decode requests into them, the client decodes answers.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ _MISSING: Final = ("topic_not_found", "cursor_not_found", *api.LOST)
 LIMIT_MAX: Final = 2000
 STUCK_RETRY_AFTER_MS: Final = 1000
 TRIES_MAX: Final = 100
-"""Tries of a read that finds readers at other frontends faster, before its client has to ask again."""
+"""Tries of a read, each lost to a faster reader at another frontend, before its client has to ask again."""
 
 TakeRoom = Callable[[], Awaitable[None]]
 """Returns when there is room for the page of this read."""
@@ -100,7 +100,7 @@ class CursorLocks:
             raise too_many_readers(topic, cursor)
         held.readers += 1
         try:
-            if held.readers > 1:  # the lock is free for a moment between two readers
+            if held.readers > 1:  # others wait, even if the lock is free for a moment between two readers
                 await self._wait(held, topic, cursor)
             else:
                 await held.lock.acquire()  # at once
@@ -121,8 +121,8 @@ class CursorLocks:
                 await wanted.lock.acquire()
         except TimeoutError:
             if wanted.served == served:
-                # The shard or the cold store does not answer. Nothing of this read was done, which the code has to
-                # say: after another code a client must not repeat the read by itself.
+                # The shard or the cold store does not answer. The code must say that nothing of this read was done:
+                # after another code a client must not repeat the read by itself.
                 raise TopicsError(
                     "throttled",
                     f"the reader of cursor {cursor!r} of topic {topic!r} before this one gets no answer; nothing of"
@@ -282,7 +282,7 @@ class CursorRoutes:
         left_at, lock.left_at = lock.left_at, None
         looked = left_at is None
         at: CursorReply | CursorMoved = left_at or await self._find(name, cursor)
-        # After the shard's answer: a shard that hangs must not keep room from the cursors of others.
+        # Take room only after the shard's answer: readers at a shard that hangs must not keep it from others.
         await take_page_room()
         for _ in range(TRIES_MAX):
             page = await self._page(name, at, options)
@@ -298,7 +298,7 @@ class CursorRoutes:
                 moved = await self._gateway.call(owner, call)
             except (TopicsError, asyncio.CancelledError) as error:
                 if is_outcome_unknown(error):
-                    # The shard may still move the cursor. It then finds behind that request that nobody got the page.
+                    # The shard may still move the cursor. This message, behind that request, says that nobody got it.
                     self._gateway.post(owner, lost)
                     if isinstance(error, asyncio.CancelledError):
                         # `shutting_down` would say that nothing was done, and a client would repeat the read by itself.
@@ -308,7 +308,7 @@ class CursorRoutes:
                 if page.is_news or at.up_to_seq is None:
                     lock.left_at = moved
                     return page, page.next_from_seq, lost if moved.under_way else None
-                # The records to be read again are deleted, or not for this reader: there is more to read behind them.
+                # All records to be read again are deleted or filtered out. Go on with those behind them.
                 if moved.under_way:
                     self._gateway.post(owner, msgspec.structs.replace(lost, passed_on=True))
             at, looked = moved, True
@@ -349,7 +349,7 @@ async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive
 
 
 def _up_to(page: RecordPage, seq: int) -> RecordPage:
-    """Cut a page at `seq`: records that floors took behind it are no loss of this reader."""
+    """Cut a page, and its gap, at `seq`: the reader has not lost records behind it."""
     if page.next_from_seq <= seq:
         return page
     gap = page.tombstone

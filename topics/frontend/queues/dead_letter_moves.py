@@ -1,8 +1,8 @@
 """Moves jobs that were handed out too often to their dead-letter topic, and back (api §9).
 
-The queue's shard holds such a job back until a frontend tells it that the record is in the other topic, and then
-deletes it. If either process is killed between the two, the job is still in the queue, and the next attempt is
-recognised by its idempotency key. So none is lost, or duplicated for as long as the other topic remembers the key.
+The queue's shard holds such a job back until a frontend reports that the record is in the other topic, and then deletes
+the job. If a process is killed between these steps, the job is still in the queue. The other topic recognises the next
+attempt by its idempotency key. So no job is lost, and none is duplicated while the topic remembers the key.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DeadLetters:
                 if seqs:
                     await self._gateway.call(shard, Release(name, seqs, wait_ms, dealt.topic_id))
         except TopicsError as error:
-            # The shard deals them again when this frontend has been silent for long enough.
+            # The shard deals these jobs again after it has heard nothing of them for long enough.
             _log.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
 
     async def _copy_dead(self, name: str, dealt: Dealt) -> tuple[list[int], list[int]]:
@@ -150,7 +150,7 @@ class DeadLetters:
         return moved, cursor if cursor < ref.view.head_seq else None
 
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
-        """Return how many of these this call made jobs again, and the error of the first of the others."""
+        """Return (how many of these letters this call made jobs again, the error of the first other one or None)."""
         owner, topic_id = self._gateway.owner(ref.name), ref.view.topic_id
         free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters], topic_id))
         carried = set(free.seqs)

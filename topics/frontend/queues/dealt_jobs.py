@@ -1,4 +1,4 @@
-"""Jobs that shards deal to claims and streams, also after their first reply, and their records with leases (api §9)."""
+"""Jobs that shards deal to claims and streams, at once or later, and their records with leases (api §9)."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class JobChannel:
                     late(reply)
                 return dealt
             except _RestartedError:
-                # If the shard had the claim after all, and its window ends before the repeated claim, it deals twice.
+                # The shard may have the first claim after all, and deal jobs to it before the repeated one arrives.
                 repeated = True
             except BaseException as error:
-                for answer in (asked, gathered):  # one may have come in this very moment
+                for answer in (asked, gathered):  # one may have come at the moment of the cancellation
                     if answer.done() and not answer.cancelled() and answer.exception() is None:
                         late(answer.result())
                 if isinstance(error, TimeoutError):
@@ -97,8 +97,8 @@ class JobChannel:
         return window_ms / 1000 + self._gateway.shard_wait_s
 
     def _undo(self, shard: int, claim: Claim, reply: Dealt | Waiting) -> None:
-        """Give back the jobs of a claim whose client has an answer by now, or has left; those of a window that is left
-        are given back when the shard deals them before it knows.
+        """Give back the jobs of a claim that came too late for its client. A claim that waits for a window leaves it.
+        If the shard deals jobs to it before it knows that, they are given back as well.
         """
         if isinstance(reply, Waiting):
             self.leave(shard, claim.name, claim.stream, partial(self._undo, shard, claim), reply.wait_ms)
@@ -117,7 +117,7 @@ class JobChannel:
             self._gateway.post(self._gateway.owner(name), Unclaim(name, node, seqs, leases, delay_ms))
 
     def _repeat_claims(self, shard: int) -> None:
-        """Have the claims repeated that wait for the end of their window at a shard that was restarted."""
+        """Repeat the claims that waited for a window at a shard that was restarted: it has forgotten them."""
         for claim in self._claims.values():
             # A claim without its first reply gets that from the restarted shard.
             if claim.shard == shard and claim.answer.done() and not claim.gathered.done():
@@ -154,7 +154,7 @@ def read_job(reader: TopicReader, name: str, seq: int, members: Mapping[int, byt
 
 
 class ReadJobs:
-    """Jobs as JSON objects joined by commas (`body`), but for deleted ones. Those behind `up_to_seq` are not there."""
+    """Jobs as JSON objects joined by commas (`body`), without deleted ones. Jobs behind `up_to_seq` are not read."""
 
     def __init__(self) -> None:
         self._bodies: list[bytes] = []

@@ -43,7 +43,7 @@ from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek
 SEQS_MAX: Final = 1000
 """Jobs of one ack, nack or extend."""
 ROOM_WAIT_S: Final = 2.0
-"""Longest wait for room for the answer to a claim, whose jobs are leased by then; or half their lease, if shorter."""
+"""Longest wait for room for the answer to a claim, or half of its lease if that is shorter: the jobs are leased."""
 DELAY_MS_MAX: Final = 365 * 86_400_000
 LOOKS_MAX: Final = 16
 """Requests to the shard for one peek: each examines few records, as other requests wait behind it."""
@@ -119,7 +119,7 @@ class QueueRoutes:
         return request
 
     async def _claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
-        """Claim jobs, again as long as there is time and only dead letters were dealt: jobs may wait behind them."""
+        """Claim jobs. If only dead letters were dealt, claim again while there is time: jobs may wait behind them."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + MOVE_WAIT_S
         while True:
@@ -143,7 +143,7 @@ class QueueRoutes:
                 return dealt
 
     async def _read_jobs(self, scope: Scope, name: str, node: str, dealt: Dealt, lease_ms: int | None) -> ReadJobs:
-        """Read jobs up to the first unreadable one. If that is the first of all, all go back."""
+        """Read jobs up to the first unreadable one; if none can be read, give all of them back."""
         try:
             if lease_ms is None:
                 lease_ms = self._reader.get(name).config.lease_ms

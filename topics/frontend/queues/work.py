@@ -104,7 +104,7 @@ class WorkRoutes:
             try:
                 push = await event_streams.begin_stream(scope, send)
                 stream.begin(push)
-                stream.end_if_forbidden()  # that may have changed since the request was admitted
+                stream.end_if_forbidden()  # the keys may have changed since the request was admitted
                 await event_streams.run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
@@ -146,7 +146,7 @@ class WorkStream:
         self._fetching: asyncio.Task[None] | None = None
         self._announced = False  # true if the shard knows of the stream, or may
         self._reopened = False
-        """True if the shard was asked again, which may reach it even if the first request did not."""
+        """True if the stream was opened at the shard again; that may succeed even if the first request fails."""
         self._closed = False
         self._last_words = b""  # the last event of a stream that ended before it began
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -214,7 +214,7 @@ class WorkStream:
             self._channel.leave(self.shard, self.name, self._number, self._move_dead)
         else:
             self._channel.listeners.forget(self._number, self._take_dealt)
-        self._push = None  # which names the stream: both would be left to the garbage collector
+        self._push = None  # breaks a reference cycle, which would be left to the garbage collector
 
     def _stop(self) -> None:
         self._closed = True
@@ -276,13 +276,13 @@ class WorkStream:
         self._beat_later()
 
     async def _fetch(self, dealt: Dealt, push: Push) -> None:
-        """Send these jobs, the first of which is only in the cold tier. Jobs dealt in the meantime wait behind them."""
+        """Fetch the first of these jobs from the cold tier, then send all. Jobs dealt meanwhile wait behind them."""
         seq, jobs = dealt.seqs[0], ReadJobs()
         failure: TopicsError | None = None
         try:
             await jobs.read(self._reader, self.name, {seq: lease_members(dealt)[seq]})
         except TopicsError as error:
-            failure = error.with_traceback(None)  # it would name this call, which would name it
+            failure = error.with_traceback(None)  # the traceback would make a reference cycle with this call
         self._fetching = None  # an end of the stream from here on must not cancel this task
         if self._closed:
             return

@@ -1,7 +1,7 @@
 """Lets reads of a router's dest catch up (api §6): they see every record that its source acknowledged before.
 
-Shared memory says whether a dest is behind. If it is, the read asks the dest's shard to copy the missing records, down
-the chain from its far end, and waits for a limited time: records can be read while that shard is dead.
+Shared memory says whether a dest is behind. If it is, the read asks the dest's shard to copy the missing records. In a
+chain of routers it asks from the far end on. It waits for a limited time, so a dead shard holds up no read for ever.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CatchingUp:
 
     async def wait_for_all(self, names: Iterable[str]) -> bool:
         """Wait as `wait_for` does for each of these topics. A list has a thousand, so the waits begin in slices."""
-        await self._gateway.arenas.renewed(range(self._gateway.shards))  # a command of a WebSocket passes no gate
+        await self._gateway.arenas.renewed(range(self._gateway.shards))  # no StartGate does it for WebSocket commands
         registry, slices = self._sight.registry(), Slices()
         dests = [name for name in names if registry.source_of(name) is not None]
         waits: list[asyncio.Task[bool]] = []
@@ -78,9 +78,10 @@ class CatchingUp:
         return all(wait.result() for wait in waits)
 
     def _has_all(self, registry: RouterRegistry, name: str) -> bool:
-        """Return whether there is nothing to wait for. Where it is not known, the wait finds out."""
+        """Return whether there is nothing to wait for; False also when that is not known."""
         try:
-            # From the far end: what comes there while this looks is not taken for what is here.
+            # Look from the far end on. Otherwise a record that is copied into a topic behind the look at its readers
+            # would be missed: the whole chain would count as complete without it.
             return not any(self._is_behind(registry, dest) for dest in reversed(list(registry.upstream(name))))
         except TopicsError:
             return False

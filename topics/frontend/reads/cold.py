@@ -1,9 +1,9 @@
 """Reads from the cold tier, which may be slow, hang or fail, without holding up anything else.
 
-A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
-ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while:
-readers that page through a cold segment fetch each once, in long runs, and the next runs are on their way before they
-are needed, if there is room: a bucket answers a while after it is asked. Who reads here and there gets single blocks.
+A page is made on the event loop from bytes in memory. If it needs bytes that only the cold tier has, `extent` raises
+ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while.
+Sequential readers fetch long runs of blocks, each once. If there is room the next runs are fetched in advance, since a
+bucket takes a while to answer. Other readers fetch single blocks.
 Each read has its own thread, and there are few. One that hangs keeps its place until it returns, long after its readers
 were told so. The end of the process waits for none.
 """
@@ -26,7 +26,7 @@ from topics.storage.segment_store import SegmentSource
 
 BLOCK_BYTES: Final = 1 << 16
 RUN_BYTES: Final = 1 << 20
-"""A sequential reader fetches so much at once, and is ahead by `AHEAD_RUNS` of them."""
+"""Bytes that a sequential reader fetches at once. `AHEAD_RUNS` such runs are fetched in advance."""
 AHEAD_RUNS: Final = 4
 CACHE_BYTES: Final = 32 << 20
 """Size of the cache of fetched blocks. It is no less than the longest page needs at once."""
@@ -34,7 +34,7 @@ IN_FLIGHT_MAX: Final = 8
 PREFETCH_MAX: Final = IN_FLIGHT_MAX // 2
 """Nothing is fetched in advance while so many reads are under way: a tier that hangs leaves places for readers."""
 LAST_MAX: Final = 256
-"""The tier remembers of so many objects where they were read last."""
+"""Objects for which the place of the last read is remembered."""
 FRESH_MS: Final = 1000
 """Age up to which a damaged block is not read again, however many readers meet the damage."""
 
@@ -96,8 +96,8 @@ class ColdTier:
     ) -> tuple[bytes, int]:
         """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError.
 
-        Who begins within what was read last, or at its end, is taken for a sequential reader: the next runs are fetched
-        in advance, behind the last one those of the objects that are `following` (their names and sizes).
+        A reader that begins within the last read of the object, or at its end, counts as sequential. The next runs are
+        then fetched in advance; behind the end of this object, those of the `following` ones (names and sizes).
         """
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
@@ -164,7 +164,7 @@ class ColdTier:
         return last_start < start <= last_end
 
     def _run_behind(self, name: str, first: int, data_bytes: int) -> int:
-        """Return where the run of absent blocks from `first` on ends: at one that was fetched, or with the run."""
+        """Return the end of the absent blocks from `first` on: at a block that is fetched, or at the end of its run."""
         in_run, blocks = RUN_BYTES // BLOCK_BYTES, -(-data_bytes // BLOCK_BYTES)
         end = first + 1
         while end % in_run and end < blocks and (name, end) not in self._blocks and (name, end) not in self._reads:
@@ -172,7 +172,7 @@ class ColdTier:
         return end
 
     def _read_ahead(self, name: str, number: int, data_bytes: int, following: Iterable[tuple[str, int]]) -> None:
-        """Fetch what a sequential reader will want from block `number` on, unless others wait. Failed, it will ask."""
+        """Fetch blocks from `number` on in advance, unless others wait. If that fails, the reader will ask for them."""
         left = AHEAD_RUNS * (RUN_BYTES // BLOCK_BYTES)
         if self._blocks_max < IN_FLIGHT_MAX * left // AHEAD_RUNS or len(self._unread) >= self._blocks_max // 2:
             return  # the cache would lose what its readers are about to read

@@ -45,7 +45,7 @@ _ANSWER: Final = (
 
 @dataclass(eq=False)
 class DiffRoute:
-    """The diffs of this frontend, answered from arena and files. Only a long poll has the shard report changes."""
+    """The diffs of this frontend, answered from arena and files. Only a long poll asks the shard: to report changes."""
 
     reader: TopicReader
     gateway: Gateway
@@ -151,7 +151,7 @@ class DiffRoute:
             over = True
             news.set()
 
-        # Only the timer ends it: by the loop's clock it may fire early, and would then not fire again.
+        # Only the timer decides that time is over. It may fire early by another clock, and would not fire again.
         timer = loop.call_later(min(request.wait_ms, WAIT_MS_MAX) / 1000, end)
         watch = self.gateway.watches.add(ref.shard, ref.name, ref.view, news.set)
         # Only a disconnect can follow the body.

@@ -60,11 +60,11 @@ class LogFiles:
 
 
 SEGMENTS_MAX: Final = 1024
-"""Segments that are open at once, each with its index and, most often, its data, as far as open files are allowed. To
-open one for a page and check the frames costs as much as the page once more.
+"""Segments that are open at once, as far as open files are allowed; each has its index open and, mostly, its data.
+Opening one for a page, and checking its frames, costs as much as the page itself.
 """
 RECORDS_MAX: Final = 16 << 20
-"""Records of all open segments together, for each of which a byte is kept."""
+"""Records of all open segments together. A byte is kept for each."""
 _FILES_SHARE: Final = 16
 _SWEEP_STEP: Final = 32
 _CHECKED: Final = b"\1"
@@ -85,7 +85,7 @@ class OpenSegment:
         self._idx = CommittedFile(self.idx_path, info.records * ENTRY_LEN)
         self._data: CommittedFile | None = None
         self.is_cold = False
-        """True if the cold tier has the data. Then they are in this directory for a while at most."""
+        """True if the cold tier has the data. A copy may be in this directory for a while."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
         """A byte a record: 1 if its frame was found to be whole since the opening; 2 if it is marked deleted, too."""
 
@@ -103,7 +103,7 @@ class OpenSegment:
             raise
 
     def close_outdated(self) -> None:
-        """Close data that were removed, as they take up space until then, or replaced by a file that is unchecked."""
+        """Close data whose file was removed, to free its space, or replaced: the new file is unchecked."""
         if self._data is not None and not self._data.has_its_name:
             self._data = None
             self._checked = bytearray(len(self._checked))
@@ -167,7 +167,7 @@ class OpenSegment:
 
 
 def segments_max(open_files: int) -> int:
-    """Return how many segments may stay open under this RLIMIT_NOFILE: most of it is for connections."""
+    """Return how many segments may stay open under this RLIMIT_NOFILE, most of which is for connections."""
     return SEGMENTS_MAX if open_files == RLIM_INFINITY else min(SEGMENTS_MAX, max(64, open_files // _FILES_SHARE))
 
 

@@ -1,4 +1,4 @@
-"""Locates the records of a topic in one view of it: in the log from `base_seq` on, in segments before.
+"""Locates the records of a topic in one view of it: in the log from `base_seq` on, in segments below.
 
 MovedError says that the shard or the compactor has changed the topic since, so that a new view is needed. It is never
 raised for damage.
@@ -44,7 +44,7 @@ class MismatchError(Exception):
 
 
 def unmoved(found: FoundT | None) -> FoundT:
-    """Return what an arena found in a view. It finds None in one that is outdated."""
+    """Return what an arena found in a view. Raise MovedError for None: the view is outdated."""
     if found is None:
         raise MovedError
     return found
@@ -132,7 +132,7 @@ class LocatedRecords:
         return columns.flags, columns.offsets
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Return index entries of existing records, as `runs` raises. In segments they locate nothing."""
+        """Return index entries of existing records. Entries in segments locate nothing. Raise as `runs`."""
         found = array("Q")
         while first_seq <= last_seq and first_seq < self._view.base_seq:
             info = self._segment_of(first_seq)

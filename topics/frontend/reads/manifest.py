@@ -1,7 +1,7 @@
 """`/v0/topics/:t/segments` and the pins: the files of a topic's sealed records, for readers of the files themselves.
 
-A pin is written first, and then the topic is looked at again. Segments that are listed then were not superfluous
-before, and the compactor reads the pins before it removes superfluous segments (docs/decisions/0009-pins.md).
+A request writes its pin first, then looks at the topic again. Segments that it lists then became superfluous after the
+pin, if at all, and the compactor reads the pins before it removes superfluous segments (docs/decisions/0009-pins.md).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ManifestRoutes:
             # A pin is never shortened: another reader may count on the time that it was promised.
             until_ms = max(pin.until_ms, now_ms + ttl_ms)
             self.pins.put(pin_id, Pin(name, pin.topic_id, pin.segments, until_ms))
-        # If it ended while this was written, the compactor may have read it in between.
+        # If the old pin ended while the new one was written, the compactor may have removed files in between.
         held = pin is not None and self.clock.monotonic_ms() < pin.until_ms
         return JsonReply({"topic": name, "pin": pin_id, "held": held})
 
@@ -120,7 +120,7 @@ class ManifestRoutes:
         return JsonReply({"topic": name, "pin": pin_id, "ended": pin is not None})
 
     def _find_pin(self, name: str, pin_id: str, now_ms: int) -> Pin | None:
-        """Return a pin of this topic that holds now, after pins of this frontend that are over are removed."""
+        """Remove this frontend's pins that are over. Return the topic's pin with this id if it still holds."""
         pin = read_pin(self.fs, self.pins_dir, pin_id, now_ms)
         if pin is None or pin.topic != name:
             return None

@@ -1,7 +1,7 @@
 """Reads a topic: the page that follows a cursor (api §3). Diffs, watch streams and claims all read through here.
 
-No shard is asked: a read takes the arena's view of the topic and the files that it points into, one consistent state,
-also while the shard is dead. It awaits nothing, unless only the cold tier has a record (`TopicReader.fetch_page`).
+A read asks no shard, so it works while the shard is dead. It takes the arena's view of the topic, and the files that
+the view points into: one consistent state. It waits only for records in the cold tier (`TopicReader.fetch_page`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from topics.storage.segment import CorruptSegment
 
 
 def logical_view(view: TopicView, ttl_ms: int, records: LocatedRecords, now_ms: int) -> TopicView:
-    """Return `view` with the floors behind the records that have expired since the shard last looked. The shard will
-    move them there (`core.topic.Topic.plan_eviction`), but answers have exact floors now. `records` and `live_bytes`
-    are not recounted.
+    """Return `view` with its floors moved behind records that have expired since the shard last looked. The shard will
+    move them, too (`core.topic.Topic.plan_eviction`), but answers need exact floors now. The `records` and `live_bytes`
+    of the view are not recounted.
     """
     if not ttl_ms or view.earliest_seq > view.head_seq:
         return view
     if now_ms - records.ts_at(view.earliest_seq) <= ttl_ms:
         return view
     seq = records.first_seq_at(now_ms - ttl_ms)
-    # Records deleted behind the last one that expired were not lost.
+    # Only undeleted records count as lost: the last of them ends the loss.
     lost_seq = last_undeleted(records, view.earliest_seq, seq - 1)
     front = front_from(records, seq, view.head_seq)
     view = _evicted(view._replace(earliest_seq=front.earliest_seq), lost_seq + 1, EvictReason.TTL)
@@ -76,8 +76,8 @@ def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
 
 
 SCAN_MAX: Final = 1024
-"""About the most records examined for one page, unless it may have more: filtering a long log must not block the event
-loop. Each takes up to 4 µs.
+"""Records examined for one page at most, roughly, unless it may have more: filtering a long log must not block the
+event loop. Each takes up to 4 µs.
 """
 _STEP_MAX: Final = 1024
 _STEP_MIN: Final = 16
@@ -157,7 +157,7 @@ class TopicReader:
         self._failures = SparseLines(LOG_EVERY_S, lambda: clock.monotonic_ms() / 1000)
 
     def epoch_of(self, topic_id: int) -> int:
-        """Return what names this instance of a topic to clients: another one after a restore from an archive."""
+        """Return the `epoch` that names this instance of a topic to clients. A restore from an archive changes it."""
         return topic_id ^ self._epoch_mask
 
     def sweep(self) -> None:
@@ -166,8 +166,8 @@ class TopicReader:
         self.stores.segments.sweep()
 
     def now_ms(self) -> int:
-        """Return the ms since the epoch by which records expire. It does not go back when the clock is corrected. After
-        a clock that was far ahead it does: then records come back that the shard has not evicted by it.
+        """Return the ms since the epoch by which records expire. It does not go back when the clock is corrected,
+        unless the clock was far ahead: then records come back that the shard has not evicted meanwhile.
         """
         now_ms = self._clock.now_ms()
         if not now_ms < self._now_ms <= now_ms + STEP_MAX_MS:
@@ -218,7 +218,7 @@ class TopicReader:
             # The shard has changed the topic since `view`, maybe because records expired.
             return True
         except (CorruptSegment, OSError):
-            # The shard cannot mend that. The readers of the records will get the error.
+            # The shard cannot mend damage. Readers of these records will get the error.
             return False
 
     def read_page(
@@ -258,7 +258,7 @@ class TopicReader:
 
     def _retrying(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
         """Return what `look` returns, which is called with a new view of the topic while its view is outdated."""
-        reason = _CHANGES  # a text: an error that a frame keeps keeps the frame, and the page that it was at
+        reason = _CHANGES  # a text, not the error, which would keep its frame and with it the page
         for _ in range(_TRIES):
             try:
                 return look(ref)
@@ -284,7 +284,7 @@ class TopicReader:
     ) -> RecordPage:
         records = self._records(ref)
         if from_ts is not None:
-            # In this view, as a record that is written between finding the start and reading may be too early.
+            # Find the start in this view: a record that was written since an earlier look may be too early.
             from_seq = max(from_seq, records.first_seq_at(from_ts) - 1)
         view = logical_view(ref.view, ref.config.ttl_ms, records, self.now_ms())
         tombstone = floor_tombstone(view, from_seq)
@@ -316,8 +316,8 @@ class TopicReader:
                     step_max = step // 2
                     continue
                 if count or (cursor > start and isinstance(error, ColdMissError)):
-                    # The page may have no records, only a new cursor. If it were made again from `start`, it could need
-                    # more blocks of the cold tier at once than are kept, and never succeed.
+                    # Return what there is, even if it is only a new cursor. A page made again from `start` could need
+                    # more blocks of the cold tier at once than are kept, and would never succeed.
                     break
                 raise
             for run in runs:
@@ -348,7 +348,7 @@ class TopicReader:
         )
 
     def _corrupt(self, ref: TopicRef, damage: CorruptSegment) -> TopicsError:
-        """Return the error for damage, never taken for absence: the reader stays before it, and learns where."""
+        """Return the error for damage, which never counts as absence. The reader stays before it, and learns where."""
         segment, where = _in_topics_dir(damage.path), {"offset": damage.offset, "reason": damage.reason}
         if (left_out := self._failures.left_out()) is not None:
             _log.error("a segment is corrupt", topic=ref.name, path=damage.path, **where, more_like_it=left_out)

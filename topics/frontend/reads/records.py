@@ -178,7 +178,7 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
         if verify and CHECKSUM.unpack_from(buffer, start + length - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
             buffer[start + LENGTH_FIELD_LEN : start + length - CHECKSUM_LEN]
         ):
-            if count + taken:  # the records before it are whole; it is the first of the next page
+            if count + taken:  # return the whole records before the damaged one; it will be first in the next page
                 full = True
                 break
             raise CorruptRecordError(seq, f"log file {run.file_no}", run.base + start)

@@ -1,7 +1,7 @@
 """`/v0/archive/tail`: the committed bytes of the logs, for services that follow this one and know its archive.
 
-A follower asks again and again, with the ends of its logs. What it gets is a piece of the archive that may not be there
-yet (`storage/origin.py`).
+A follower asks again and again, and says where its logs end. It gets a piece of the archive that may not be in the
+archive yet (`storage/origin.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAIT_MS_MAX: Final = 1000
 POLL_S: Final = 0.005
 BODY_BYTES_MAX: Final = 64 << 10
 _ROOM_BYTES: Final = 2 * TAIL_BYTES
-"""An answer, and the parts that it is put together from."""
+"""Memory of one answer, and of the parts from which it is put together."""
 _MEDIA: Final = "application/octet-stream"
 _ANSWER: Final = {200: api.Answer("A piece of the archive that has no number; empty if nothing came", {_MEDIA: None})}
 

@@ -1,14 +1,14 @@
-"""Decodes long bodies of writes in pieces. A call into C holds up every other thread, and one that decodes 60 MB takes
-30 to 200 ms, in which no request is served and no heartbeat sent.
+"""Decodes long bodies of writes in pieces. A call into C holds up every other thread. If it decoded 60 MB at once, no
+request would be served and no heartbeat sent for 30 to 200 ms.
 
     {"node":"n","records":[ {…},{…} , {…},{…},{…} , {…} ],"if_head_seq":7}
     └─────── frame ────────┘└ piece ┘ └── piece ──┘ └ p ┘└──── frame ────┘
 
 The body is cut between its records, about every PIECE_BYTES. The place of a cut is guessed from the text between the
-first two records, and proven by the result: a piece in brackets must be a JSON array of records, and the frame with one
-made-up record in place of all must be a write with that record. After a wrong guess, msgspec is asked where each value
-ends. A body that cannot be cut is put in order: its records lead, and what is unknown or comes again later is gone. If
-it still cannot be, it is invalid, and decoding it as a whole, which makes the usual error, makes few records first.
+first two records, and the result proves it: a piece in brackets must be a JSON array of records, and the frame, with
+one made-up record in place of all, must be a write with that record. After a wrong guess msgspec says where each value
+ends. A body that cannot be cut is put in order: its records come first, unknown and repeated members are dropped. If it
+still cannot be cut it is invalid. Decoding it as a whole then makes the usual error, before many records are made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The operations of the API: requests are routed by them, and the OpenAPI document is made from them.
+"""The operations of the API. Requests are routed by them, and the OpenAPI document is made from them.
 
-Each is written at the method that answers it. None can be without its description, so every route has one. Off the hot
-paths that method takes an `ApiRequest` and returns a `JsonReply`; `json_route` does the rest.
+An operation is written, with its description, at the method that answers it. Off the hot paths such a method takes an
+`ApiRequest` and returns a `JsonReply`; `json_route` does the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT: Final = "text/plain"
 EVENTS: Final = "text/event-stream"
 TOPIC_PATH: Final = "/v0/topics/{topic}"
 LOST: Final = ("shard_unavailable", "storage_unavailable")
-"""The errors of a request that a shard has to carry out."""
+"""Error codes of any request that a shard has to carry out."""
 TOPIC_LOST: Final = ("topic_not_found", *LOST)
 STRING: Final = {"type": "string"}
 COUNT: Final = {"type": "integer", "minimum": 0}

@@ -82,7 +82,7 @@ class RouterRoutes:
     async def list_all(self, request: ApiRequest) -> JsonReply:
         size, after = await request.list_page(check_router_name)
         slices = Slices()
-        await self.gateway.arenas.learn(slices)  # `_lag` looks for names: new ones would be learned all at once
+        await self.gateway.arenas.learn(slices)  # in slices: `_lag` would learn all new names at once
         found = await self._find(request, after, size + 1, slices)
         page, lags, shown = found[:size], list[int | None](), list[dict[str, Any]]()
         for router in page:
@@ -123,7 +123,7 @@ class RouterRoutes:
         known, with_copies = self.sight.registry().by_name.get(name), True
         if known is not None:
             _require(caller, KeyScope.ADMIN, known)
-            # Records that were acknowledged before are forwarded by the router as it was.
+            # The old router still forwards records that were acknowledged before the change.
             with_copies = await self.catching_up.wait_for(known.spec.dest)
         if not spec.create_dest and self.reader.find(spec.dest) is None:
             raise topic_not_found(spec.dest)
@@ -208,7 +208,7 @@ class RouterRoutes:
         return shown if lag is None else shown | {"lag": lag}
 
     def _lag(self, router: Router) -> int | None:
-        """Return how far a router is behind; ask before a wait for its copies, after which it seldom is."""
+        """Return how many records a router is behind. Ask before a wait for its copies, after which it is mostly 0."""
         progress = self.sight.progress(self.gateway.owner(router.spec.dest), router.id)
         source = self.reader.find(router.spec.source)
         if source is None or progress is None:

@@ -1,7 +1,7 @@
-"""Topics in the order of a figure: what somebody looks for among 100,000 of them (api §1).
+"""Topics sorted by a figure, to find the interesting ones among 100,000 (api §1).
 
-To sort topics every one has to be looked at. A pass does that in slices of a millisecond, between which other requests
-are served, and is kept 50 times as long as it took: rankings take a frontend 2 % of its time at most.
+Sorting needs a look at every topic. A pass does that in slices of a millisecond, between which other requests are
+served. It is kept 50 times as long as it took, so rankings take at most 2 % of a frontend's time.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class TopicRanking:
                         lag = max([lag or 0, *[view.head_seq - one.seq for one in cursors]])
                     except TopicsError as error:
                         if error.code not in ("topic_not_found", "throttled"):
-                            silent.add(shard)  # to wait for it again for each topic would take an hour
-                            slice_s = time.monotonic()  # and a wait is no work
+                            silent.add(shard)  # another wait for each of its topics would take an hour
+                            slice_s = time.monotonic()  # the wait does not count as work
                 kind, written = "queue" if view.is_queue else "log", view.last_write_ts or None
                 topics.append(RankedTopic(after, rate, view.records, view.live_bytes, lag, written, kind, cursors))
             work_s += time.monotonic() - slice_s

@@ -35,7 +35,7 @@ from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, DeleteT
 _PUT: Final = api.made_or_there(answers.PutTopicAnswer)
 _DELETED: Final = api.ok("It is gone", answers.DeleteTopicAnswer)
 EXPIRE_WAIT_S: Final = 0.25
-"""A dead shard must not hold up a state read, which is then answered as the topic was last published."""
+"""Longest wait of a state read for the shard to expire records. After it the answer is the state last published."""
 
 
 @dataclass(eq=False)
@@ -244,7 +244,7 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
             cause = error if isinstance(error, TopicsError) else stopping()
             if cause is error and (not deleted or cause.code == "topic_not_found"):
                 raise
-            # Its own code may say that nothing was done, and a client would repeat the request by itself.
+            # The error's own code may say that nothing was done. A client would then repeat the request by itself.
             raise TopicsError(
                 "shard_unavailable",
                 f"{cause.message}; before that {deleted} records were deleted",

@@ -16,8 +16,8 @@ LOOK_S: Final = 0.005
 
 
 class ArchiveAcks:
-    """The answers of one frontend that wait for the archive. Owns the word `archive_waits`, by which the archiver ships
-    sooner than it would.
+    """The answers of one frontend that wait for the archive. It owns the word `archive_waits`, which makes the archiver
+    ship sooner.
     """
 
     def __init__(self, control: ControlPage, cell: ProcessCell, wait_ms: int) -> None:
@@ -30,7 +30,7 @@ class ArchiveAcks:
         self._timer: asyncio.TimerHandle | None = None
 
     def check(self, config: TopicConfig) -> None:
-        """Raise `400` for a configuration that needs an archive where there is none."""
+        """Raise `400` for a configuration that needs an archive if the service has none."""
         if config.durability == "archived" and not self._control.has_archiver:
             raise invalid(
                 'class "archived" needs an archive: set TOPICS_ARCHIVE_URL, or choose "fsync"', field="durability"
@@ -45,8 +45,8 @@ class ArchiveAcks:
         await self.wait_for([owner_shard(name, len(self._shards))])
 
     async def wait_for(self, shards: Iterable[int]) -> None:
-        """Wait until the archive has all that these shards have committed so far. Raise `503` after the longest time:
-        the records are on this machine's disk then, and perhaps never in the archive.
+        """Wait until the archive has all that these shards have committed so far. Raise `503` after the longest wait:
+        the records are on this machine's disk, but the archive may never get them.
         """
         words = [(shard, self._shards[shard].get("committed")) for shard in set(shards)]
         if words and not self._control.has_archiver:
@@ -74,7 +74,7 @@ class ArchiveAcks:
             self._cell.add("archive_waits", -1)
 
     def _look(self) -> None:
-        """Let those go on whose log is in the archive."""
+        """End the waits whose logs the archive has."""
         for shard, waiting in enumerate(self._waiting):
             shipped = self._control.shipped(shard) if waiting else 0
             while waiting and (waiting[0][0] <= shipped or waiting[0][1].done()):

@@ -44,9 +44,9 @@ def _range(arenas: Sequence[ArenaReader], prefix: str, after: str) -> Iterator[s
 class Arenas:
     """The newest arena of each shard, also of a dead one. A replaced one stays mapped until the next replacement.
 
-    A shard that has started has a new arena, of which nothing is known yet. If it has many topics, a task learns of
-    them in slices, and the former arena, if there is one, is used meanwhile. Nobody may miss what the new life of the
-    shard has done: its messages wait in its ring, and new requests wait for the task.
+    A shard that has started has a new arena, of which nothing is known yet. If it has many topics, a task learns them
+    in slices; meanwhile the former arena, if there is one, is used. Nobody may miss changes by the new life of the
+    shard, so its messages wait in its ring, and new requests wait for the task.
     """
 
     def __init__(self, shared: SharedMemory) -> None:
@@ -73,7 +73,7 @@ class Arenas:
         return reader
 
     def is_behind(self) -> bool:
-        """True if a shard has a new arena that is not in use. Each request asks; `renewal` says which."""
+        """Return whether a shard has a new arena that is not in use yet. This is cheap, since each request asks."""
         for cell, reader in zip(self._cells, self._readers, strict=True):
             generation = cell.get("generation")
             if generation and (reader is None or reader.generation != generation):
@@ -81,7 +81,7 @@ class Arenas:
         return False
 
     def renewal(self, shard: int) -> asyncio.Task[None] | None:
-        """Return the task that learns of the topics in a shard's new arena; None if it has none that is not in use."""
+        """Return the task that learns the topics in a shard's new arena; None if its newest arena is in use."""
         self.of(shard)
         if self._next[shard] is None:
             return None
@@ -123,8 +123,8 @@ class Arenas:
         return None if found is None else found[1]
 
     async def learn(self, slices: Slices) -> None:
-        """Learn of all topics of all shards in slices. A look for a name learns all that is new, which would
-        hold up the loop where these are thousands of topics, as after a start.
+        """Learn all topics of all shards, in slices. Otherwise the first look for a name would learn them all at once,
+        and hold up the loop if they are thousands, as after a start.
         """
         for shard in range(len(self._readers)):
             await self.renewed([shard])

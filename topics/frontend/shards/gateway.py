@@ -126,7 +126,7 @@ class Gateway:
 
     def start(self) -> None:
         """Say hello to every shard and listen for answers."""
-        self._wake.end_look()  # of a former incarnation that was killed
+        self._wake.end_look()  # a former incarnation may have been killed during a look
         self._spills.remove_leftovers()
         for shard, link in enumerate(self.links):
             link.generation = link.cell.get("generation")
@@ -215,7 +215,7 @@ class Gateway:
         parts = messages.encode_call(request_id, request)
         length = sum(map(len, parts))
         if length > requests.message_max_bytes:
-            # Not in a thread: later posts must not overtake it.
+            # This runs on the loop, not in a thread, so that later posts do not overtake it.
             try:
                 parts = self._spills.put(MessageKind.CALL, request_id, parts, length)
             except OSError as error:
@@ -347,8 +347,8 @@ class Gateway:
         self._drain_all()
 
     def _take_lone(self, shard: int, request_id: int) -> None:
-        """Look for the answer to a lone write, and take it if it is the first message. Others are taken by the loop:
-        their listeners are not called in the middle of a request.
+        """Look for the answer to a lone write, and take it if it is the first message. The loop takes other messages
+        later: their listeners must not be called in the middle of a request.
         """
         link = self.links[shard]
         if not self._lone_writes.look(link.replies, [one.replies for one in self.links]) or self._waits_for_arena(
@@ -384,7 +384,7 @@ class Gateway:
         self._send_waiting(link)  # requests that were answered have left the ring
 
     def _waits_for_arena(self, shard: int) -> bool:
-        """True while the topics of a restarted shard are learned. What it says is taken after that."""
+        """Return whether this process still learns the topics of a restarted shard, whose messages wait meanwhile."""
         renewal = self.arenas.renewal(shard)
         if renewal is not None and renewal not in self._renewals:
             self._renewals.add(renewal)
@@ -441,5 +441,5 @@ class Gateway:
 
 
 def stopping() -> TopicsError:
-    """Return the `503` for what is asked while the service stops."""
+    """Return the `503` for requests while the service stops."""
     return TopicsError("shutting_down", "the service is stopping; ask again when it is back")

@@ -39,8 +39,8 @@ class LoneWrites:
         self._paused_until_ns = 0
 
     def is_alone(self, unanswered: int, size_bytes: int) -> bool:
-        """Return whether to look for the answer to a write of so many bytes that is about to be sent beside so many
-        unanswered requests: it is short, and no other request has come since the write before it.
+        """Return whether to look for the answer to a write of `size_bytes` that is about to be sent: it is short, no
+        request is `unanswered`, and no other one has come since the write before it.
         """
         arrived = self._arrived()
         before, self._arrived_before = self._arrived_before, arrived
@@ -52,8 +52,8 @@ class LoneWrites:
         self._wake.begin_look()
 
     def look(self, answers: Ring, every_ring: Sequence[Ring]) -> bool:
-        """Look until `answers` has a message, and end the look. Return whether any ring has one now: no shard signals
-        those that came during the look.
+        """Look until `answers` has a message or LOOK_NS are over, and end the look. Return whether any ring has a
+        message now: shards do not signal messages that come during a look.
         """
         ends_ns = self._now_ns() + LOOK_NS
         while answers.empty and self._now_ns() < ends_ns:

@@ -142,7 +142,7 @@ class Watches:
         for watched, _since_s in list(itertools.islice(overdue, SWEPT_AT_ONCE)):
             del self._idle_since_s[watched]
             if self.posts_full(watched.shard):
-                # Kept for now. If it were forgotten here alone, each poll of the topic would begin another watch.
+                # Keep the watch for now. If only this process forgot it, each poll of the topic would begin another.
                 self._idle_since_s[watched] = now_s
                 continue
             del self._by_name[watched.shard, watched.name]

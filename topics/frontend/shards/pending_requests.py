@@ -37,8 +37,8 @@ from topics.shm.shm_names import SHM_ROOT, objects
 ROOM_WAIT_S: Final = 0.25
 """Time that a throttled request waits for room in a full ring before it is refused."""
 PRESSED_WAIT_S: Final = 0.05
-"""The same under the greatest pressure: soon, but not at once. Refusals cost this process time as well, and clients
-that repeat a refused request at once would use up all of it, so that less is done than there is room for."""
+"""Time that a throttled request waits for room under the greatest pressure. It is not 0: clients that repeat a refused
+request at once would use up the time of this process, and less would be done than there is room for."""
 SPILL_INLINE_BYTES_MAX: Final = 1 << 20
 """Longest message that is written to shared memory, and removed from it, on the event loop; a thread does that with
 longer ones."""
@@ -174,7 +174,7 @@ class PendingRequests(dict[int, PendingRequest]):
         """Hand over the answer. `decode` makes a reply or a TopicsError of the message."""
         request = self.pop(request_id, None)
         if request is None or request.future.done():
-            # An unknown request is an earlier incarnation's, has expired, or was answered before the shard restarted.
+            # The answer may be to an earlier incarnation, too late, or a second one, after the shard restarted.
             on_late = self._late.pop(request_id, None) if request is None else request.on_late
             if on_late is not None and not isinstance(late := decode(message), TopicsError):
                 on_late(late)

@@ -66,15 +66,19 @@ class Stages:
         return dict(self._head(stage, sink, batch) for stage in stages)
 
     def claim(self, stages: Collection[str], sink: str, batch: int) -> list[str]:
-        """Have these stages be this batch's, on the disk; return their ids then. Another batch's is not found there."""
+        """Rename these stages to names of this batch, and sync that. Return the new ids. A stage that another batch has
+        claimed stays with that one: its id here names no file.
+        """
         claimed = [txn_files.claimed_id(stage, sink, batch) for stage in stages]
         try:
-            for stage, now in sorted(zip(stages, claimed, strict=True)):  # in one order: of several commits one has all
+            for stage, now in sorted(
+                zip(stages, claimed, strict=True)
+            ):  # sorted: of commits that share stages one gets all
                 try:
                     self._fs.rename(self._path(stage), self._path(now))
                 except FileNotFoundError:
                     if not self._fs.exists(self._path(now)):
-                        break  # another batch's: the shard refuses this one, which leaves it the others
+                        break  # another batch has it: the shard will refuse this batch, so leave that one the rest
             if claimed:
                 self._fs.fsync_dir(self._directory)
         except OSError as error:
@@ -87,7 +91,7 @@ class Stages:
         return [stage for stage in stages if txn_files.belongs_to_txn(stage, topic, txn)]
 
     def take_back(self, stages: Collection[str]) -> None:
-        """Have nothing be decided about these stages any more. Those of decided batches are published all the same."""
+        """Make these stages unfit for a decision. Stages of batches that are decided already are published anyway."""
         for stage in stages:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._path(stage), ns=(txn_files.TAKEN_BACK_NS, txn_files.TAKEN_BACK_NS))
@@ -102,8 +106,8 @@ class Stages:
         return dropped
 
     def drop_ended(self, stages: Collection[str]) -> None:
-        """Remove stages of a batch whose end is in its sink's file. Sync that first, if its writer did not:
-        a power loss must not bring the decision back without its stages. Raise TopicsError.
+        """Remove the stages of a batch that has ended. First sync the sink's file, in case its writer did not: a power
+        loss must not bring the decision back without its stages. Raise TopicsError.
         """
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -113,7 +117,7 @@ class Stages:
             raise _failed("the stages of a batch that has ended cannot be removed", error) from None
 
     def expired(self) -> list[str]:
-        """Return the expired stages, and remove as old files that a killed frontend never finished. Raise OSError."""
+        """Return the expired stages. Remove unfinished files of that age, left by a killed frontend. Raise OSError."""
         names = names_in(self._fs, self._directory)
         old = [name for name in names if self._age_ms(name) > self.ttl_ms + EXPIRY_MARGIN_MS]
         for name in old:
@@ -129,7 +133,7 @@ class Stages:
                     with open(self._path(now), "rb") as file:
                         return now, txn_files.decode_stage_head(file.read(txn_files.STAGE_HEAD_LEN))
             except FileNotFoundError:
-                pass  # claimed in this moment
+                pass  # it may have just been claimed: try its other name
             except (OSError, txn_files.TxnFileDamagedError) as error:
                 reason = f"{self._path(now)} cannot be used: {error}"
                 raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
@@ -198,7 +202,7 @@ class TxnCoordinator:
             # An earlier batch was unfinished. It is finished now, so the shard is asked again.
 
     async def _begin(self, shard: int, begin: TxnBegin) -> TxnReply:
-        """Ask the shard for its decision, which is carried out even if it comes too late or the client leaves."""
+        """Ask the shard for its decision. It is carried out even if it comes too late or the client leaves."""
 
         def late(told: TxnReply) -> None:
             if told.pending:
@@ -209,7 +213,7 @@ class TxnCoordinator:
             told = await asked
         except asyncio.CancelledError:
             if asked.done() and not asked.cancelled() and asked.exception() is None:
-                late(asked.result())  # it came in this very moment
+                late(asked.result())  # the decision came at the moment of the cancellation
             raise
         assert isinstance(told, TxnReply), told
         return told
@@ -222,14 +226,14 @@ class TxnCoordinator:
         return None if told.outcome == "none" else told.batch
 
     async def _publish_pending(self, sink: str, told: TxnReply) -> int:
-        """Publish a decided batch, later if not now. Return the records published now."""
+        """Publish a decided batch now, or have it retried later and raise. Return the number of records published."""
         try:
             return await self._carry_out(sink, told.batch, told.pending)
         except (TopicsError, asyncio.CancelledError) as error:
             self._finish_later(sink, told.batch, told.pending)
             if not isinstance(error, TopicsError):
                 raise
-            # Its own code may say that nothing was done, and a client would put the records into another batch.
+            # The error's own code may say that nothing was done. A client would then send the records in a new batch.
             what = f"batch {told.batch} of sink {sink!r} is decided and will be published, not yet: {error.message}"
             raise TopicsError("shard_unavailable", what, {"batch": told.batch, "reason": error.code}) from error
 
@@ -247,7 +251,9 @@ class TxnCoordinator:
         return await asyncio.to_thread(self.stages.drop, [stage for stage in stages if stage not in decided])
 
     async def _carry_out(self, sink: str, batch: int, stages: StageList) -> int:
-        """Publish what is not yet, in the order of the batch in each topic; end it. Return the records published."""
+        """Publish all stages, in each topic in the order of the batch, then end the batch. Return the number of records
+        that were not published before.
+        """
         records = 0
         try:
             for first in range(0, len(stages), IN_FLIGHT_MAX):
@@ -265,11 +271,10 @@ class TxnCoordinator:
         except TopicsError as error:
             if error.code != "fenced":
                 raise
-            # The batch has ended: another frontend was faster, or the reply that said so was lost. Its files are
-            # removed in any case.
+            # The batch has ended: another frontend was faster, or an earlier reply was lost. Remove its files anyway.
             told = await self._gateway.call(self._owner(sink), TxnGet(sink))
             if told.pending and told.batch == batch:
-                return records  # the sink was forgotten and began again: its new batch needs the keys
+                return records  # the sink was forgotten and has a new batch of this number, which needs the keys
             stages = [stage for stage in stages if stage not in told.pending]
             await asyncio.to_thread(self.stages.drop_ended, [stage for stage, _topic in stages])
         else:
@@ -277,7 +282,7 @@ class TxnCoordinator:
             await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
         slices = Slices()
         for topic in sorted({topic for _stage, topic in stages}):
-            # Without its file no stage can be published again, so its topic may forget it.
+            # The stages' files are gone, so no stage can be published again, and topics may forget their keys.
             self._gateway.post(self._owner(topic), StagesOver(topic, sink, batch))
             await slices.yield_if_over()
         return records

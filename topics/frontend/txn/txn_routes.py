@@ -26,7 +26,7 @@ from topics.shm.quotas import Quota
 from topics.storage.frame import LaidOut
 
 STAGES_MAX: Final = 10_000
-"""Stages of one commit."""
+"""Stages that one commit may have at most."""
 TXN_MAX_CHARS: Final = 256
 _STAGE_PATH: Final = "/v0/stage/{topic}"
 _SINK_PATH: Final = "/v0/txn/{sink}"
@@ -119,7 +119,7 @@ class TxnRoutes:
                     archived.append(ref.shard)
                 await slices.yield_if_over()
         else:
-            archived = self.append.archive_acks.of_topics()  # nobody knows any more which topics it was about
+            archived = self.append.archive_acks.of_topics()  # the topics of a batch that has ended are not known
         await self.append.archive_acks.wait_for(archived)
         return JsonReply(
             {"sink": sink, "batch": given.batch, "last_batch": last_batch, "duplicate": duplicate, "count": records}
@@ -146,7 +146,7 @@ class TxnRoutes:
         return _checked_txn(request.txn), self.append.lay_out(AppendBody(request.records, request.node), len(body))
 
     def _check_topic(self, topic: str) -> bool:
-        """Refuse a topic in which publishing would fail, before anything is decided. Return whether it is a new one."""
+        """Before the decision, refuse a topic in which publishing would fail. Return whether the topic is new."""
         ref = self.reader.find(topic)
         if ref is not None and ref.config.durability == "ephemeral":
             raise invalid(
@@ -155,8 +155,8 @@ class TxnRoutes:
         return ref is None
 
     async def _check_room(self, topic: str, records: int, size_bytes: int) -> int:
-        """Refuse what the topic could not take; nobody asks again once the batch is decided. Return the bytes by which
-        it grows, once its caps have made room.
+        """Refuse records that the topic could not take: after the decision nobody checks that. Return the bytes by
+        which the topic grows, less the records that its caps evict.
         """
         ref = self.reader.find(topic)
         if ref is None:
@@ -164,7 +164,7 @@ class TxnRoutes:
         try:
             _check_room(ref, records, size_bytes)
         except TopicsError:
-            # Some of its records may have expired.
+            # Some of the topic's records may have expired, which leaves more room.
             ref = await self.settled(ref)
             _check_room(ref, records, size_bytes)
         return _growth(ref, records, size_bytes)

@@ -1,7 +1,7 @@
 """Compaction: the many small Parquet files of a day become one. It can be killed at any step and repeated.
 
     1. the day's rows are written to <out>/_compacting/<topic>/<date>
-    2. <out>/_compaction.json names the directories that it replaces           ← from here on it will be done
+    2. <out>/_compaction.json names the directories that it replaces           ← a later run carries it out from here on
     3. the new directory is moved in; the old ones and the plan are removed
 
 A reader that lists the directory between the move and the removal sees rows twice: compact while nobody reads.
@@ -68,7 +68,7 @@ class Lake:
         stream.close()
         new, place = self._path(plan["new"]), self._path(plan["place"])
         if self._fs.exists(new):
-            self._fs.delete(place, True)  # an earlier compaction of the same name, which is among the old ones
+            self._fs.delete(place, True)  # an earlier compaction has this name; it is among the old directories
             if not self._fs.rename(new, place):
                 raise OSError(f"{plan['new']} cannot be moved to {plan['place']}")
         for old in plan["old"]:

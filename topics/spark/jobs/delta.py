@@ -4,8 +4,8 @@
     <out>/topic=<name>/date=<day>/<query>-<batch>-<n>.parquet   files in the log are the table, others are not
     <out>/_delta_staging/<query>/<batch>                        a batch that is being written
 
-Spark's executors write the files; the driver moves them in and commits them together with delta-rs. A run that dies
-anywhere repeats its batch: if it is not in the log, its files are written again under the same names.
+Spark's executors write the files; the driver moves them in and commits them together with delta-rs. After a crash the
+next run repeats the batch: if it is not in the log, its files are written again under the same names.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     <out>/topic=<name>/date=<day>/batch=c<n>/…                    batches up to n, compacted
     <out>/_checkpoint                                             the position for the next run
 
-A batch overwrites the files of an earlier attempt, with the same records, so a run that dies anywhere is repeated to
-the same files. Readers of Parquet ignore names with `_`. With `--format delta` it is a Delta table: `delta.py`.
+A batch overwrites the files of its earlier attempt with the same records, so repeating a run that died makes the same
+files. Readers of Parquet ignore names with `_`. With `--format delta` the lake is a Delta table: `delta.py`.
 """
 
 from __future__ import annotations

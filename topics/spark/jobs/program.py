@@ -113,7 +113,9 @@ def run(
 
 
 def run_to_end(writer: DataStreamWriter) -> StreamingQuery:
-    """Run a query over what is there, again if Spark gives up its Python process, which has read nothing then."""
+    """Run a query over the records that exist. Run it again if Spark gives up its Python process (SLOW_WORKER), which
+    has read nothing then.
+    """
     starts = 0
     while True:
         query = writer.trigger(availableNow=True).start()

@@ -1,7 +1,7 @@
 """`topics spark replay`: a lake (any Parquet with the column `data`), or a topic, back into a topic, each row once.
 
-The source is read as a stream, so a run that dies goes on where it stopped and repeats nothing: its batches are the
-sink's. The rate is that of the whole job; the rows of a batch become visible together.
+The source is read as a stream whose batches are those of the sink, so after a crash the next run goes on where the last
+one stopped, and repeats nothing. The rate is that of the whole job; the rows of a batch become visible together.
 """
 
 from __future__ import annotations

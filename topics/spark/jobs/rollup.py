@@ -1,7 +1,7 @@
 """`topics spark rollup`: events per tag and window of event time, from a live topic or from an exported lake.
 
-A live topic is followed with a watermark: a window is written once, when the watermark has passed its end; events that
-come later are left out and counted. From a lake each run computes every window, complete.
+A live topic is followed with a watermark. A window is written once, when the watermark has passed its end; events that
+come later are left out and counted. From a lake each run computes all windows completely.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The archive as one shard sees it: log files that have to stay until they are in it, and topics whose records are not
-in it yet. A shard never waits for the archive. The word `shipped` of the control page says how far that is.
+"""The archive as one shard sees it: log files that must stay until the archive has them, and topics whose records it
+does not have yet. The shard never waits: the word `shipped` of the control page says how far the archive is.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ log = get_logger()
 
 
 class _Group(NamedTuple):
-    """The heads of topics in a log that ends at `end`, a `committed` word."""
+    """Topics with their head seqs when the durable log ended at `end`, a `committed` word (file no << 32 | offset)."""
 
     end: int
     heads: list[tuple[Hosted, int]]
 
 
 class ArchiveWait:
-    """Follows the archive for one shard. Owns `archived_seq` of its topics.
+    """Follows the archive for one shard. It owns `archived_seq` of the shard's topics.
 
-    `shipped` tells the `committed` word up to which the log is in the archive, 0 if that is not known; `room_bytes`
-    the room that the disk has left. At most `files_max` finished log files are kept for the archive.
+    `shipped` returns the `committed` word up to which the archive has the log, 0 if that is not known. `room_bytes`
+    returns the room left on the disk. At most `files_max` finished log files are kept for the archive.
     """
 
     def __init__(self, shipped: Callable[[], int], room_bytes: Callable[[], int], files_max: int) -> None:
@@ -41,7 +41,9 @@ class ArchiveWait:
     # -- log files
 
     def removable_below(self, file_no: int, newest_no: int) -> int:
-        """Return the number below which log files may be removed if snapshots need none below `file_no`."""
+        """Return the number below which log files may be removed. Snapshots need none below `file_no`; the archive may
+        still need some of them. Files that it lacks go only if the disk is full or too many wait, which is logged.
+        """
         shipped_no = self._shipped() >> 32
         if shipped_no >= file_no:
             return file_no
@@ -60,8 +62,8 @@ class ArchiveWait:
     # -- topics
 
     def committed(self, touched: Iterable[Hosted], end: int) -> None:
-        """Note topics of a group in the durable log, which ends at `end` now. Only their records get into the archive
-        that are in this log.
+        """Note the topics of a committed group; the durable log ends at `end` now. `ephemeral` topics are left out:
+        the archive gets records from the durable log alone.
         """
         durable = (hosted for hosted in touched if hosted.topic.config.durability != "ephemeral")
         heads = [(hosted, hosted.topic.head_seq) for hosted in durable]
@@ -99,7 +101,7 @@ class ArchiveWait:
             group.heads[:] = [head for head in group.heads if head[0] is not hosted]
 
     def _merge(self) -> None:
-        """Put all groups into one: the archive is far behind, and when it comes it comes with all of them."""
+        """Put all groups into one, to bound their number. The archive is far behind, so little is lost by it."""
         newest = {hosted.topic.id: (hosted, seq) for hosted, seq in chain.from_iterable(g.heads for g in self._groups)}
         merged = _Group(self._groups[-1].end, list(newest.values()))
         self._groups.clear()

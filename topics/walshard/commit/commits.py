@@ -1,7 +1,7 @@
-"""From drafts to the logs: what is in the log afterwards has happened, what is not never did.
+"""The commit of drafts to the logs. A write that is in the log afterwards has happened; any other never did.
 
-A draft is committed as one: floors moved by caps go first, the journal names the requests, then everything is
-one write, and one sync where that is needed (`logs.py`). A request whose write is refused gets an error.
+A draft is committed as one. Floors that caps moved come first. The journal gets the requests, then the log gets all
+writes as one, with one sync if any needs it (`logs.py`). A request whose write is refused gets an error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from topics.walshard.step_clock import StepClock
 
 @dataclass(eq=False)
 class Commits:
-    """Commits the drafts of one shard. It owns the order of the logs, and knows what they do not say yet: floors that
-    caps have moved, and what was `lost` with the end of the log.
+    """Commits the drafts of one shard. It owns the order of writes in the logs, and two things that the logs do not say
+    yet: floors that caps have moved, and what was `lost` with the end of the log.
     """
 
     _logs: Logs
@@ -39,7 +39,7 @@ class Commits:
         """Topics whose caps evicted something that the log does not say yet."""
 
     def commit(self, draft: Draft) -> None:
-        """Commit a draft, or undo it. Afterwards `draft.touched` has all topics that are to be published."""
+        """Commit a draft, or undo what the logs refuse. Afterwards `draft.touched` has all topics to be published."""
         touched = draft.touched.keys()
         draft.is_logged, draft.committed = self._commit(draft.durable, draft.ram, draft.floors_of, touched)
         if not draft.is_logged:
@@ -68,13 +68,15 @@ class Commits:
     def _commit(
         self, durable: list[LogWrite], ram: list[LogWrite], floors_of: set[int], touched: Set[int]
     ) -> tuple[bool, bool]:
-        """Return whether something is in a log, and whether all of it is. It concerns `touched`, too."""
+        """Write both parts, floors moved by caps first. Return (anything is in a log, everything is). `floors_of` are
+        ids of topics whose floors the writes have; `touched` are the other topics that the writes concern.
+        """
         said: dict[int, Hosted] = {}
         if durable and self._capped:
             said, self._capped = self._capped, {}
             durable = self._cap_marks(hosted for id, hosted in said.items() if id not in floors_of) + durable
         failed = self._write(durable, ram, (touched, floors_of, said.keys())) if durable or ram else []
-        for write, refusal in reversed(failed):  # the last first: each finds what it left behind
+        for write, refusal in reversed(failed):  # newest first: each undo finds the state that its write left
             if write.undo is not None:
                 write.undo()
             if write.request is not None:
@@ -86,7 +88,7 @@ class Commits:
     def _write(self, durable: list[LogWrite], ram: list[LogWrite], touched: Iterable[Set[int]]) -> Failed:
         try:
             if any(self._lost) and not all(map(self.log_lost_end().isdisjoint, touched)):
-                # The revisions of these writes are older than those that are logged by now.
+                # These writes have older revisions than the marks that `log_lost_end` has just logged.
                 raise TopicsError("storage_unavailable", "the log has taken what it lost only now; send it again")
             self._rings.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
@@ -98,10 +100,11 @@ class Commits:
         return [(write, refusal) for write in durable + ram]
 
     def log_lost_end(self) -> set[int]:
-        """Have the durable log say which heads were lost, and the deletions that only segments have, before it says
-        anything else. Return ids of topics whose floors it says. Raise TopicsError when the log cannot be written.
+        """Log which heads were lost, and the deletions that only segments have, before the durable log gets anything
+        else. Return the ids of topics whose floors were logged. Raise TopicsError when the log cannot be written.
 
-        The counts come behind the deletions: by these a start finds deletions that are not logged.
+        The floors of a topic, with its right counts, come behind its deletions. A start that finds wrong counts knows
+        that deletions are still missing from the log.
         """
         heads, deletions = self._lost
         ts = self._time.now.wall_ms
@@ -126,8 +129,8 @@ class Commits:
                 raise refusal
 
     def _note_capped(self, capped: list[Hosted]) -> None:
-        """Note evictions for the next commit. Those that could not be worked out again are logged now, before any
-        reader sees them; if that fails, the next commit does it.
+        """Note evictions by caps, to be logged with the next commit. Evictions that a reader of the log could not work
+        out again are logged now, before any reader sees them; if that fails, the next commit logs them.
         """
         self._capped.update((hosted.topic.id, hosted) for hosted in capped)
         due = [hosted for hosted in capped if hosted.has_evicted_for_ram]

@@ -1,6 +1,6 @@
-"""Drafts, which handlers hand to the commit: log writes of a group.
+"""Drafts: the log writes of a group, which handlers hand to the commit.
 
-handler ──▶ Draft ──▶ Commits.commit ──▶ the same draft, with what became of it ──▶ Shard shows it
+handler ──▶ Draft ──▶ Commits.commit, which sets the outcome in the draft ──▶ Shard publishes the topics
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topics.walshard.hosted.hosted import Hosted
 
 
 class RingRequest(msgspec.Struct, eq=False):
-    """A request in the ring of its frontend, and its encoded reply; None when the frontend waits for none."""
+    """A request in the ring of its frontend, up to `position`, and its encoded reply; None if none is wanted."""
 
     frontend: int
     position: int
@@ -35,10 +35,10 @@ class RingRequest(msgspec.Struct, eq=False):
 class LogWrite(msgspec.Struct, eq=False):
     """One atomic write: all of its frames get into the log, or none.
 
-    `buffers` are whole frames, one each; `more_frames` counts those that share a buffer with others. Once they are in
-    the log `place(file_no, offset)` runs, then `apply()`; neither may fail. `undo()` runs instead when they never get
-    there. With `sync` the write counts only once it is on the disk. One that `takes_room` is refused on a full disk;
-    others may use the reserve. `request` is the request that it carries out, if any.
+    Each of `buffers` holds whole frames; `more_frames` is the number of frames beyond one for each buffer. Once the
+    frames are in the log `place(file_no, offset)` runs, then `apply()`; neither may fail. `undo()` runs instead if the
+    write fails. With `sync` the write counts only once it is on the disk. A write that `takes_room` is refused on a
+    full disk; others may use the reserve. `request` is the request that the write carries out, if any.
     """
 
     buffers: list[Bytes]
@@ -78,14 +78,15 @@ def control_write(
 
 
 def floors_write(topic: Topic, ts: int) -> LogWrite:
-    """Return the write of the floors where caps have moved them."""
+    """Return the write that logs a topic's floors as they are now, wherever caps have moved them."""
     floors = topic.floors()
     return LogWrite([floor_frame(topic, floors, ts)], partial(_logged, topic, floors))
 
 
 def deletion_write(topic: Topic, seqs: Sequence[int], ts: int) -> LogWrite:
-    """Return the write of deletions that the segments of the topic have already. It counts one record too many:
-    `floors_write` must follow, and a start after a kill before that logs all of them again.
+    """Return the write that logs deletions (ascending seqs) which only the topic's segments have. Its count of records
+    is one too high on purpose, and `floors_write` must follow with the right one. If a kill comes between the two, the
+    next start finds the wrong count and logs all these deletions again.
     """
     floors = msgspec.structs.replace(topic.floors(), records=topic.records + 1)
     return LogWrite([delete_frame(topic, 0, seqs, floors, ts)], partial(_logged, topic, floors))
@@ -96,13 +97,13 @@ def _logged(topic: Topic, floors: Floors) -> None:
 
 
 def head_write(topic: Topic, seq: int, ts: int) -> LogWrite:
-    """Return the write of an exact head watermark."""
+    """Return the write of an exact head watermark: the topic has given out all seqs up to `seq`, and none behind."""
     ceiling = Ceiling(seq, True)
     return LogWrite([head_frame(topic, seq, ts, exact=True)], partial(topic.ceilings.logged, ceiling, seq), sync=True)
 
 
 def ceiling_writes(topic: Topic, count: int, ts: int) -> list[LogWrite]:
-    """Return the write of the ceiling that the next `count` seqs need before them; none if none is due."""
+    """Return the write of the ceiling that must be logged before the next `count` seqs; [] if none is due."""
     ceiling = topic.ceilings.copy(topic.durable_seq).plan(topic.config, topic.head_seq, count, topic.durable_seq)
     if ceiling is None:
         return []
@@ -113,8 +114,8 @@ def ceiling_writes(topic: Topic, count: int, ts: int) -> list[LogWrite]:
 class Draft:
     """Writes for the durable log and the RAM log, and the topics that they make, change and delete.
 
-    Handlers fill it. The commit sets `is_logged` and `committed`; of a refused draft it empties `made` and `deleted`.
-    `floors_of` are ids of topics whose floors the writes say themselves.
+    Handlers fill it. The commit sets `is_logged` and `committed`; if it refuses the draft, it empties `made` and
+    `deleted`. `floors_of` are ids of topics whose floors are in the writes already.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Draft:
         self.touched = {hosted.topic.id: hosted for hosted in touched} if touched else {}
         self.floors_of = set(floors_of)
         self.reply = reply
-        """Reply of the request that the draft carries out, for a draft of one request."""
+        """Reply to the request that the draft carries out; None for a draft of many requests."""
         self.made: dict[str, Hosted] = {}
         """Topics whose creation is among the durable writes, by name."""
         self.deleted = list(deleted)
@@ -155,7 +156,7 @@ class Draft:
             self.carrier = write
 
     def add_append(self, hosted: Hosted, write: PendingWrite, frames: AppendFrames) -> None:
-        """Add the writes of an append; that of its records carries it out."""
+        """Add the writes of an append: frames that must come first, then its records, which carry the request out."""
         sync = write.in_ram or (write.ceiling is not None and write.ceiling.sync)
         for frame in frames.before:
             self.durable.append(LogWrite([frame], write.ceiling_logged, sync=sync))
@@ -170,7 +171,7 @@ class Draft:
         self.touched[hosted.topic.id] = hosted
 
     def pending_of(self, topic: Topic, now: Now) -> PendingTopic:
-        """Return what the draft so far does to a topic."""
+        """Return the topic as the draft so far leaves it."""
         pending = self._pending.get(topic.id)
         if pending is None:
             pending = self._pending[topic.id] = PendingTopic(topic, now)
@@ -182,7 +183,7 @@ class Draft:
         return frozenset() if pending is None else pending.dying
 
     def take_carrier(self) -> LogWrite | None:
-        """Return the write that carries out the request which was handled last, None when no write does."""
+        """Return, and forget, the write that carries out the request which was handled last; None when none does."""
         carrier, self.carrier = self.carrier, None
         return carrier
 
@@ -193,17 +194,19 @@ Steps = Generator[Draft, None, T]
 
 
 GroupHandler = Callable[[Any, int, Draft], Message | AppendReply | None]
-"""Prepares a request of a frontend in a group: (call, frontend, group) → reply. It raises TopicsError, the group being
-as before, or CommitFirst.
+"""Prepares a request of a frontend in a group: (call, frontend, group) → reply. It may raise TopicsError, having left
+the group as it was, or CommitFirst.
 """
 AloneHandler = Callable[[Any, int], Steps[Any]]
-"""Carries out a request by itself, everything prepared being committed: (call, frontend) → steps to the reply. The
-draft that carries it out holds the reply too: the journal has it before the log has the draft.
+"""Carries out a request by itself, once everything prepared before is committed: (call, frontend) → steps to the reply.
+The draft that carries it out also holds the reply, so that the journal has the reply before the log has the draft.
 """
 
 
 class CommitFirst(Exception):  # noqa: N818 - not an error
-    """A request can be prepared only once the group so far is committed and these steps are done; or they are `all`."""
+    """Raised by a group handler whose request needs the group so far committed, then `steps` done. With `all` the steps
+    carry out the request; otherwise the shard then calls the handler again.
+    """
 
     def __init__(self, steps: Steps[object] | None = None, *, all: bool = False) -> None:
         super().__init__()

@@ -1,26 +1,25 @@
 """Removal of log files that are not needed any more.
 
-Files of the durable log are superfluous once snapshots have what is in them: the compactor asks for their removal. No
-location may name such a file any more. This is checked in steps, so that a hundred thousand topics hold up nobody.
-Files that are still needed stay.
+The durable log: once a snapshot has all that is in a file, the compactor asks for its removal. The shard first checks,
+a few topics at a time, that no location names the file any more. If one does, the files stay.
 
-The RAM log has no snapshot: a shard that crashed reads it from its first file on. So before its oldest files are
-removed, what only they have is written again at its end, in one group:
+The RAM log has no snapshot: a shard that crashed reads it from its first file on. So before the shard removes the
+oldest files, it writes what only they have again at the end of the log, in one group:
 
-    APPEND       records that keep a mostly dead file alive, verbatim; their locations follow
-    RAM_STATE    for every `ephemeral` topic that ever had records there: its floors, its clock, its unexpired keys
-    SESSION      every watch session
+    APPEND         records that keep a mostly dead file alive, verbatim; the shard then moves their locations
+    RAM_STATE      of every `ephemeral` topic: its floors, its clock, its unexpired keys
+    SESSION        of every watch session
     ROUTER_CURSOR  of every `ephemeral` dest of routers
 
-After a kill before that group is whole, the next incarnation finds all files and perhaps some repeats, which change
-nothing. After a later one it finds files that nobody needs, which the next trimming removes.
+If the shard is killed before that group is whole, its next incarnation finds all files and perhaps some repeats, which
+change nothing. If it is killed later, the next incarnation finds superfluous files, which the next trimming removes.
 
-A trimming costs what it repeats and a look at every location in RAM. So it waits for bytes written since the last one:
-at least a file, at least as much as was repeated, and at least a share of the live bytes.
+A trimming costs the bytes that it repeats and a look at every location in RAM. So it waits until enough was written
+since the last one: at least a file, at least as much as was repeated, and at least a share of the live bytes.
 
-A full /dev/shm takes no more bytes, so there is nothing to wait for. There every file goes, from the oldest, as soon as
-enough records were deleted or evicted (`RamTrim.relieve`). The live records of a file are repeated in room that new
-records must not take (`WalWriter.require_room`), and which a shard that was killed needs for its next index.
+A full /dev/shm takes no more bytes, so waiting for them would be for ever. Instead the shard empties and removes every
+file, from the oldest, as soon as enough records were deleted or evicted (`RamTrim.relieve`). It repeats the live
+records in room that new records may not take (`WalWriter.require_room`).
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ log = get_logger()
 LIVE_SHARE: Final = 16
 """The log is trimmed again after 1/LIVE_SHARE of the live bytes was written."""
 DEAD_FILES_MAX: Final = 4
-"""Live records are moved out of the oldest files once the log is so many files longer than twice the live bytes."""
+"""Files by which the log may exceed twice the live bytes before live records are moved out of the oldest files."""
 TOPICS_PER_STEP: Final = 2048
 RELIEF_BYTES_MIN: Final = 64 * 1024
-"""The least dead bytes for which a full /dev/shm is relieved; 1/LIVE_SHARE of the live ones, if that is more."""
+"""Dead bytes from which on a full /dev/shm is relieved; 1/LIVE_SHARE of the live bytes if that is more."""
 _CHUNK_ENTRIES: Final = 1 << 16
 _FEW_ENTRIES: Final = 1 << 10
 
 
 class _Moved(NamedTuple):
-    """Entries of neighbours in a ring, of which `rows` are written again; the place of the group is to be added."""
+    """Neighbouring entries of a ring. Those in `rows` are written again; their offsets count from the group's start."""
 
     hosted: Hosted
     first_seq: int
@@ -70,10 +69,10 @@ class _Moved(NamedTuple):
 
 @dataclass(eq=False)
 class RamTrim:
-    """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied.
+    """Trims one shard's RAM log. It is used between groups: nothing is prepared, everything committed is applied.
 
-    `room_bytes` returns the room that new records may take. `others` return the frames to repeat of what is no topic:
-    watch sessions and routers.
+    `room_bytes` returns the room that new records may take. `others` return the frames of watch sessions and of routers
+    that have to be repeated.
     """
 
     _fs: FileSystem
@@ -90,9 +89,9 @@ class RamTrim:
     _repeated_total: int = 0
     _files_to_relieve: int = 0
     _dead_bytes_begun: int = 0
-    """Bytes that were dead when the last relief began: it may pass over what died later."""
+    """`_dead_bytes` when the last relief began. That relief may have passed over records that died later."""
     _dead_bytes_kept: int | None = None
-    """The same of the last relief that was completed, frame headers of live records among them; None before one."""
+    """`_dead_bytes_begun` of the last completed relief, headers of live records included; None before the first."""
 
     def __post_init__(self) -> None:
         self._next_after_bytes = self._file_bytes
@@ -103,7 +102,7 @@ class RamTrim:
         return self._files_to_relieve > 0 or self._written_bytes >= self._next_after_bytes
 
     def relieve(self) -> None:
-        """If /dev/shm is nearly full and enough of the log is dead, have its files moved one by one (`due`)."""
+        """If /dev/shm is nearly full and enough of the log is dead, make a trimming `due` for each of its files."""
         wal = self._logs.ram
         if wal is None or self._files_to_relieve:
             return
@@ -117,7 +116,7 @@ class RamTrim:
             wal.end_file()
 
     def trim(self, now_ms: int) -> Steps[None]:
-        """Shorten the log to what is needed of it. Where that fails, the next sweep tries to relieve again."""
+        """Repeat what is needed of the oldest files, then remove them. A failure is logged, and ends a relief."""
         try:
             draft = Draft(ram=[self._repeat_live(now_ms)])
         except OSError as error:
@@ -131,7 +130,7 @@ class RamTrim:
 
     def _repeat_live(self, now_ms: int) -> LogWrite:
         """Return the write that repeats what is needed. Raise OSError when records cannot be read back."""
-        self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
+        self._next_after_bytes = self._written_bytes + 1  # if this trimming fails, the next write makes one due
         buffers: list[Bytes] = []
         moved = self._move_records(buffers)
         for hosted in self._topics():
@@ -183,7 +182,7 @@ class RamTrim:
 
     @property
     def _dead_bytes(self) -> int:
-        """Bytes that were written for clients and are not live; negative where a former life wrote some of those."""
+        """Bytes that this life wrote for clients, less the live bytes. Negative if a former life wrote live records."""
         written = 0 if self._logs.ram is None else self._logs.ram.bytes_written
         return written - self._repeated_total - self._live_bytes()
 
@@ -192,7 +191,7 @@ class RamTrim:
         return self._logs.ram.bytes_written - self._written_before if self._logs.ram is not None else 0
 
     def _topics(self) -> list[Hosted]:
-        """Return topics that ever had records there; those durable by now only have locations of deleted ones."""
+        """Return topics that may have locations in the RAM log; durable ones have only those of deleted records."""
         topics = ((hosted, hosted.topic) for hosted in self._catalog)
         return [hosted for hosted, topic in topics if topic.config.durability == "ephemeral" or topic.had_ram_records]
 
@@ -211,7 +210,9 @@ class RamTrim:
     # -- moving records
 
     def _move_records(self, buffers: list[Bytes]) -> list[_Moved]:
-        """Add the frames of live records in the oldest files, if there are too many files."""
+        """Add the frames of all records that locations name in the oldest files to `buffers`, if there are too many
+        files or a relief is under way. Return their entries, changed for the new places.
+        """
         numbers = layout.list_log_files(self._fs, self._directory)
         surplus = len(numbers) - 2 * self._live_bytes() // self._file_bytes - DEAD_FILES_MAX
         affordable = max(1, self._written_bytes // self._file_bytes)
@@ -254,7 +255,7 @@ class RamTrim:
 
 
 class LogTrim:
-    """Removes files of one shard's durable log, but none that `archive` waits for. `poll` between groups."""
+    """Removes files of one shard's durable log, but none that `archive` still needs. `poll` runs between groups."""
 
     def __init__(self, logs: Logs, catalog: Catalog, tags: FrameTags, archive: ArchiveWait | None) -> None:
         self._logs = logs
@@ -265,7 +266,7 @@ class LogTrim:
         self._unchecked: Iterator[Hosted] | None = None
 
     def request(self, file_no: int) -> None:
-        """Have files numbered below removed in the next steps."""
+        """Have the files numbered below `file_no` removed by the next calls of `poll`."""
         if self._archive is not None:
             file_no = self._archive.removable_below(file_no, self._logs.wal.file_no)
         if file_no > self._file_no:
@@ -278,7 +279,7 @@ class LogTrim:
         return self._unchecked is not None
 
     def poll(self) -> None:
-        """Take the next step."""
+        """Check TOPICS_PER_STEP more topics; remove the files once all are checked."""
         if self._unchecked is None:
             return
         looked = 0
@@ -309,7 +310,7 @@ class LogTrim:
 
 
 def _first_below(hosted: Hosted, file_no: int) -> int | None:
-    """Return the first seq whose record is in a durable log file before that one, None without any: files ascend."""
+    """Return the first seq whose record is in a durable log file below `file_no`, or None. Files ascend with seqs."""
     ring = hosted.ring
     elsewhere = LOCATION_IN_RAM_LOG | LOCATION_DELETED | LOCATION_LOST
     for first_seq in range(ring.base_seq, ring.next_seq, _FEW_ENTRIES):

@@ -1,11 +1,11 @@
-"""The two logs of a shard: how a group gets into them, and to the disk if nobody waits for that.
+"""The two logs of a shard: how a group gets into them, and how they are synced in the background.
 
-The durable log takes what must outlive the service, the RAM log (the same format, on a RAM-backed directory) the
-records of `ephemeral` topics and watch sessions. A group may need both: the durable part goes first, because a topic's
-creation is there; if it fails, nothing of the group is committed.
+The durable log takes what must outlive the service. The RAM log (same format, in a RAM-backed directory) takes the
+records of `ephemeral` topics, and watch sessions. A group may need both. Its durable part goes first, because that has
+the creation of topics; if it fails, nothing of the group is committed.
 
-`disk` and `memory` records reach the disk within a second or 8 MiB. So a power loss takes a bounded tail, and
-`durable_seq` follows `head_seq`.
+A background sync brings `disk` and `memory` records to the disk after a second or 8 MiB. So a power loss takes a
+bounded tail, and `durable_seq` follows `head_seq`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LOG_EVERY_S: Final = 1.0
 SYNC_INTERVAL_MS: Final = 1_000
 UNSYNCED_BYTES: Final = 8 * 1024 * 1024
 UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
-"""With so many un-synced bytes the shard waits for the disk: the tail that a power loss takes stays bounded."""
+"""Unsynced bytes from which on the shard waits for the disk, so that a power loss takes a bounded tail."""
 MOVED_MAX: Final = 256
-"""`poll` returns at most so many topics: to show them takes 3 ms, and requests wait meanwhile."""
+"""Topics that one `poll` returns at most. Requests wait while they are published, which takes 3 ms."""
 _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
-"""Counters of a writer, which go on in the cell over the lives of the shard."""
+"""Counters of the durable log's writer. In the cell they go on over the lives of the shard."""
 
 Failed = list[tuple[LogWrite, TopicsError]]
 
@@ -50,13 +50,13 @@ Failed = list[tuple[LogWrite, TopicsError]]
 class Logs:
     """Writes groups to the logs of one shard. It owns both writers, and shows their counters in the cell.
 
-    `open_ram` makes the RAM log when it is first needed. `moved` hears of published frames that lie elsewhere,
-    `refused(ram_only)` of a group that will never be in the log, before anything else gets there.
+    `open_ram` makes the RAM log when it is first needed. `moved` is called when published frames have moved to another
+    file. `refused(ram_only)` is called when a planned group will never be in the log, before anything else is written.
     """
 
     wal: WalWriter
     ram: WalWriter | None
-    """The RAM log; None before something had to go there."""
+    """The RAM log; None until something has to go there."""
     _open_ram: Callable[[], WalWriter]
     _moved: Callable[[Moved], None]
     _refused: Callable[[bool], None]
@@ -65,10 +65,10 @@ class Logs:
     _clock: Clock
     _plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
     lost_tails: int = 0
-    """Topics that have lost their last records, which the log does not say yet."""
+    """Number of topics that lost their last records with the end of the log, while the log does not say so yet."""
     lacks_room: bool = False
-    """The durable log had no room for records when it was last asked: `require_room` before one joins a group, as all
-    of that is refused with it.
+    """True if the durable log had no room for records at the last try. An append then calls `require_room` before it
+    joins a group: the log refuses a group as a whole.
     """
 
     def __post_init__(self) -> None:
@@ -79,12 +79,14 @@ class Logs:
         self._former_lives = {counter: self._cell.get(counter) for counter in _COUNTERS}
 
     def holds(self, entry: JournalEntry) -> bool:
-        """Return whether a request of the former incarnation is in the log as recovered."""
+        """Return whether the write of a request that the former incarnation journalled is in the recovered log."""
         end = self._recovered[entry.ram_log]
         return end is not None and (entry.file_no, entry.end_offset) <= (end.file_no, end.offset)
 
     def plan(self, durable: list[LogWrite], ram: list[LogWrite]) -> list[JournalEntry]:
-        """Return where the group will lie. The journal must have it before `commit` is called with the same group."""
+        """Return journal entries that say where the requests of the group will lie in the logs. The journal must have
+        them before `commit` is called with the same group. Raise WalWriteError if there can be no RAM log.
+        """
         durable_plan = self.wal.plan([write.length for write in durable]) if durable else None
         ram_plan = self._ram_log().plan([write.length for write in ram]) if ram else None
         self._plans = (durable_plan, ram_plan)
@@ -104,7 +106,7 @@ class Logs:
         return entries
 
     def commit(self, durable: list[LogWrite], ram: list[LogWrite]) -> Failed:
-        """Write the planned group and apply what is in the log. Return what is not, with the error to answer."""
+        """Write the planned group and apply the writes that are in the log. Return the others, each with its error."""
         durable_plan, ram_plan = self._plans
         self._plans = (None, None)
         if durable_plan is not None:
@@ -121,7 +123,7 @@ class Logs:
         return failed
 
     def require_room(self, in_ram: bool = False) -> None:
-        """Raise TopicsError if the durable log, or that in RAM, has no room for records."""
+        """Raise TopicsError if the durable log (`in_ram`: the RAM log) has no room for records."""
         try:
             (self._ram_log() if in_ram else self.wal).require_room()
         except WalWriteError as error:
@@ -130,7 +132,7 @@ class Logs:
             self.lacks_room = False
 
     def sync_failed(self, file_no: int, error: OSError) -> None:
-        """Save in a new file what a failed background sync should have covered, or make the log read-only."""
+        """Save what a failed background sync should have covered in a new file, or make the log read-only."""
         self._relocate(self.wal.sync_failed(file_no, error))
         log.error("background sync failed", error=str(error), read_only=self.wal.read_only)
         self.count()
@@ -148,7 +150,7 @@ class Logs:
         return True
 
     def mark_idle(self) -> None:
-        """Write a mark of what is synced, when no other write would carry it."""
+        """Write a mark that says up to where the log is synced, since no other write is about to carry one."""
         plan = self.wal.plan([])
         if plan.mark and self.wal.read_only is None:
             try:
@@ -196,14 +198,14 @@ class Logs:
         return []
 
     def refusal(self, error: WalWriteError | WalSyncError) -> TopicsError:
-        """Return the error for the writers of a group that failed, and log it."""
+        """Count and log the failure of a group; return the error with which its requests are answered."""
         self._cell.add("write_errors")
         if isinstance(error, WalSyncError):
             self._relocate(error.moved)
             cause = "sync"
         else:
             cause = errno.errorcode.get(error.errno or 0, "write")
-        self.count()  # the log may go on in another file
+        self.count()  # the failure may have moved the log to another file
         self._log_refusal(error)
         return TopicsError(
             "storage_unavailable",
@@ -222,11 +224,11 @@ class Logs:
 
     @property
     def end_word(self) -> int:
-        """The end of the durable log as the control page has it in `committed`."""
+        """The end of the durable log as a `committed` word: file no << 32 | offset."""
         return self.wal.file_no << 32 | self.wal.offset
 
     def count(self) -> None:
-        """Show in the cell how far the log is."""
+        """Publish the end and the counters of the durable log in the cell."""
         wal, before = self.wal, self._former_lives
         self._cell.set_all(
             {
@@ -246,8 +248,9 @@ class Logs:
 
 
 class BackgroundSync:
-    """Syncs, in a helper thread, what nobody waits for. It owns the topics whose records are not on the disk yet, and
-    those that are to be shown because they are. `archive` hears of the same topics; None: there is no archive.
+    """Syncs the durable log in a helper thread, for records whose writers do not wait for the disk. It owns the topics
+    whose records are not on the disk yet, and those that became durable and are not published yet. It tells `archive`
+    of the same topics; None without an archive.
     """
 
     def __init__(self, logs: Logs, helper: Executor, wake: Wake, now_ms: int, archive: ArchiveWait | None) -> None:
@@ -265,7 +268,7 @@ class BackgroundSync:
         """Monotonic ms of the last look whether the log is idle, and the position up to which it was synced then."""
 
     def committed(self, touched: dict[int, Hosted]) -> None:
-        """Note topics of a group in the durable log. They are about to be shown."""
+        """Note the topics of a group that the durable log has taken, before they are published."""
         self._unsynced.update(touched)
         if self._archive is not None:
             self._archive.committed(touched.values(), self._logs.end_word)
@@ -301,7 +304,7 @@ class BackgroundSync:
         if now_ms - self._looked[0] >= SYNC_INTERVAL_MS:
             self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= SYNC_INTERVAL_MS)
-        # A sync of a file of which one has failed says nothing: see `wal.py`.
+        # Once a sync of a file has failed, a later sync that succeeds proves nothing: see `wal.py`.
         if self._running is None and due and self._logs.wal.read_only is None:
             self._start(now_ms)
         if self._running is not None and unsynced_bytes >= UNSYNCED_BYTES_MAX:
@@ -320,7 +323,7 @@ class BackgroundSync:
         self._due[hosted.topic.id] = hosted, max(synced_seq, known_seq)
 
     def _mark_idle(self, now_ms: int) -> None:
-        """Mark what is synced once nothing was written for a while, so that it counts after a power loss."""
+        """Mark the synced end once nothing was written for a while, so that it counts after a power loss."""
         wal = self._logs.wal
         if wal.synced == self._looked[1] and not wal.unsynced_bytes:
             self._logs.mark_idle()
@@ -357,7 +360,7 @@ class BackgroundSync:
 
 
 def _settle(hosted: Hosted, synced_seq: int) -> None:
-    """Move durable_seq to `synced_seq`, never back. `ephemeral` topics were synced when their class changed."""
+    """Move durable_seq to `synced_seq`, never back. A topic that became `ephemeral` was synced at that time."""
     topic = hosted.topic
     if topic.config.durability != "ephemeral":
         topic.durable_seq = max(topic.durable_seq, synced_seq)

@@ -1,8 +1,7 @@
 """The shard's ends of the rings: requests in, answers out, each request answered once over any crash.
 
-A request stays in its ring until its answer is in the reply ring; only then does the ring's `consumed` move. So a shard
-that dies finds in its next life exactly the requests that are not answered yet, and the journal has those of them that
-it had already committed.
+The shard moves `consumed` over a request only once the answer is in the reply ring. So after a crash its next life
+finds exactly the requests that are not answered yet, and the journal says which of them were committed.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from topics.shm.shm_names import SHM_ROOT
 REQUESTS_PER_GROUP_MAX: Final = 1024
 BYTES_PER_GROUP_MAX: Final = 16 * 1024 * 1024
 PUSH_IDS_FROM: Final = 1 << 63
-"""Ids of pushed jobs begin here: no request has one of them."""
+"""Lowest id of a message that pushes jobs. Ids of requests are lower."""
 
 
 class ShardRings:
-    """Owns one shard's ends of the rings of its peers: the frontends, then (in every list) the compactor."""
+    """Owns one shard's ends of the rings of its peers. Every list has the frontends first, then the compactor."""
 
     def __init__(self, shared: SharedMemory, shard: int) -> None:
         self._rings = [row[shard] for row in shared.rings]
@@ -37,7 +36,7 @@ class ShardRings:
         self._read = [pair.requests.consumed for pair in self._rings]
         self._first = 0
         """The ring with which the next group begins."""
-        self.turn_is_over = False  # True to have `requests` yield no more this time: what is served takes long
+        self.turn_is_over = False  # the shard sets it to have `requests` yield no more in this turn
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
         self._group: list[JournalEntry] = []
@@ -50,7 +49,7 @@ class ShardRings:
     # -- requests
 
     def drain_dead(self, frontend: int) -> bool:
-        """Return whether all requests of a dead frontend were taken. Drop its answers: nobody makes room for them."""
+        """Drop the answers of a dead frontend, which nobody takes. Return whether all of its requests were taken."""
         pair, waiting = self._rings[frontend], self._waiting[frontend]
         if waiting:
             for reply, _ in waiting:
@@ -62,8 +61,8 @@ class ShardRings:
     def requests(self) -> Iterator[tuple[int, memoryview, int]]:
         """Yield (frontend, message, position behind it) of new requests, up to a group, or to the end of the turn.
 
-        A frontend that does not take its answers is not read from: its ring fills, and it feels that. The group after a
-        full one begins with the next ring, so that a ring that is never empty starves no other.
+        The shard reads no requests from a frontend that does not take its answers, so that its ring fills and it slows
+        down. After a full group the next one begins with the next ring: a ring that is never empty starves no other.
         """
         self.turn_is_over = False
         count = size_bytes = 0
@@ -85,7 +84,7 @@ class ShardRings:
 
     @property
     def idle(self) -> bool:
-        """Return whether no ring has new requests, but rings whose answers are stuck."""
+        """Return whether there are no new requests, apart from those in rings whose answers are stuck."""
         return all(
             waiting or pair.requests.written == read
             for pair, read, waiting in zip(self._rings, self._read, self._waiting, strict=True)
@@ -114,13 +113,13 @@ class ShardRings:
     # -- the journal
 
     def journal(self, entries: list[JournalEntry]) -> None:
-        """Store the requests of a group before its commit, with committed ones whose answers are not out yet."""
+        """Store the entries of a group before its commit, beside committed ones whose answers are not sent yet."""
         self._unanswered = self._in_rings(self._unanswered) + entries
         self._group = entries
         self._journal.store(self._unanswered)
 
     def withdraw(self, ram_only: bool) -> None:
-        """Take back the group that was journalled last, or its RAM part: it will never be committed."""
+        """Remove the group that was journalled last, or only its RAM part, which will never be committed."""
         refused = [entry for entry in self._group if entry.ram_log or not ram_only]
         if refused:
             self._group = [entry for entry in self._group if entry not in refused]
@@ -128,28 +127,28 @@ class ShardRings:
             self._journal.store(self._unanswered)
 
     def committed_before(self) -> list[JournalEntry]:
-        """Return requests still in the rings that the former life was about to commit."""
+        """Return the journalled requests of the former life that are still in the rings. It may have committed them."""
         return self._in_rings(self._journal.load())
 
     def _in_rings(self, entries: list[JournalEntry]) -> list[JournalEntry]:
         return [entry for entry in entries if entry.ring_position > self._rings[entry.frontend].requests.consumed]
 
     def take_over(self, entries: list[JournalEntry]) -> None:
-        """Take over those of them that are in the log. They stay in the journal until they are answered."""
+        """Take over entries of `committed_before` that the log has. They stay journalled until they are answered."""
         self._unanswered = list(entries)
         self.replies = {(entry.frontend, entry.ring_position): entry.reply for entry in entries}
 
     # -- answers
 
     def answer(self, frontend: int, reply: bytearray | None, position: int) -> None:
-        """Queue an answer (None: the request wants none). In ring order: it frees the ring up to `position`."""
+        """Queue an answer (None: none is wanted), in ring order. Once sent, it frees the ring up to `position`."""
         if reply is not None and len(reply) > self._rings[frontend].replies.message_max_bytes:
             reply = self._by_reference(reply)
         self._waiting[frontend].append((reply, position))
         self._touched.add(frontend)
 
     def _by_reference(self, reply: bytearray) -> bytearray:
-        """Return a reference to a file with an answer that is too long for a ring. The frontend removes the file."""
+        """Write an answer that is too long for a ring to a file; return a reference. The frontend removes the file."""
         kind, request_id, _count = messages.head(memoryview(reply))
         path = f"{self._long_reply_path}{request_id}"
         try:
@@ -161,12 +160,12 @@ class ShardRings:
         return bytearray().join(messages.encode_reference(kind, request_id, path))
 
     def push(self, frontend: int, dealt: Dealt) -> None:
-        """Queue jobs for a stream, in order with the answers."""
+        """Queue jobs for a stream, behind earlier answers to its frontend."""
         self._pushes += 1
         self.answer(frontend, messages.encode_dealt(self._pushes, dealt), 0)
 
     def notify(self, tokens: Mapping[int, int]) -> None:
-        """Queue a notice for each frontend with its token of a topic; many of one topic become one."""
+        """Queue a notice for each frontend: `tokens` are frontend → token of the topic. Equal notices become one."""
         for frontend, token in tokens.items():
             self._notices[frontend].add(token)
             self._touched.add(frontend)

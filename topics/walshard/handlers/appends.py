@@ -1,8 +1,8 @@
-"""Appends of a group, up to the commit (api §2).
+"""Appends: how a request becomes writes of a group (api §2).
 
     find or make the topic ──▶ admit ──▶ claim memory and bytes ──▶ give seqs ──▶ lay out ──▶ draft
 
-`core/pending.py` has the rules: each request sees those before it in its group.
+`core/pending.py` has the rules: a request sees the effects of earlier requests of its group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from topics.walshard.step_clock import StepClock
 
 
 class Appends:
-    """Turns append requests into writes of a group. What a group adds to its topics is in the group."""
+    """Turns append requests into writes of a group. It keeps no state: the group has what it will add to topics."""
 
     def __init__(self, catalog: Catalog, holdings: Holdings, logs: Logs, deletes: Deletes, time: StepClock) -> None:
         self._catalog = catalog
@@ -37,7 +37,7 @@ class Appends:
     def prepare(self, request: AppendRequest, _frontend: int, group: Draft) -> AppendReply:
         """Add a write to a group, or find that it repeats one. After TopicsError or ArenaFullError nothing is added."""
         name, key, count, now = request.name, request.key, request.count, self._time.now
-        # A stage whose batch is decided is published: whether there was room was asked when it was staged.
+        # Records of a decided batch must be published. Quotas were asked when its stages were made.
         is_decided = bool(key) and is_stage_key(key)
         records = RecordFrames(request.offset_len, request.record_flags, len(request.frames))
         hosted, created = group.made.get(name) or self._catalog.find(name), False
@@ -60,7 +60,7 @@ class Appends:
             in_ram = durability == "ephemeral"
             if created or (self._logs.lacks_room and not in_ram):
                 self._logs.require_room()
-            if created and in_ram:  # the creation is in the durable log all the same
+            if created and in_ram:  # the durable log takes the creation, the RAM log the records
                 self._logs.require_room(in_ram=True)
             hosted.ring.reserve(pending.records + count)
             if not is_decided:
@@ -72,7 +72,7 @@ class Appends:
             if created:
                 self._catalog.abandon(hosted)
             if isinstance(error, TopicsError) and pending.has_writes:
-                raise CommitFirst from None  # the log may refuse the writes that this one is refused for
+                raise CommitFirst from None  # pending writes may cause this error, and the log may yet refuse them
             raise
         write = pending.write(key, records, request.jobs)
         group.add_append(hosted, write, append_frames(write, request.frames, created=created))

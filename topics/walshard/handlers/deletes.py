@@ -30,16 +30,16 @@ from topics.walshard.step_clock import StepClock
 log = get_logger()
 
 BY_TAG_MAX: Final = 64
-"""Topics whose tags are indexed in idle turns."""
+"""Topics at most that have a tag index, which idle turns keep up to date."""
 SWEEP_STEP: Final = 1024
-"""A sweep goes on in the next turn after so much cost: 1 for a topic, about 2 µs, and more where records may expire."""
+"""Cost after which a sweep goes on in the next turn: 1 (about 2 µs) for a topic, more if its records may expire."""
 SWEPT_COST: Final = 8
 EXPIRED_COST: Final = 128
 
 
 class Deletes:
-    """Deletes and expires records of one shard's topics. Everything prepared is committed before, but for removals that
-    join a group: what a group removes is kept in it.
+    """Deletes and expires records of one shard's topics. It owns the sweep over all topics, and decides which of them
+    have a tag index. `remove` joins a group; the other methods need everything prepared to be committed before.
     """
 
     def __init__(self, catalog: Catalog, tags: TagSearch, time: StepClock) -> None:
@@ -47,13 +47,13 @@ class Deletes:
         self._tags = tags
         self._time = time
         self._by_tag: OrderedDict[int, None] = OrderedDict()
-        """Ids of topics with a delete by tag, the latest last: only these have `Topic.tags`."""
+        """Ids of the topics with the latest deletes by tag, the latest last. Only these have `Topic.tags`."""
         self._unswept: Iterator[Hosted] | None = None
-        """Topics at which the sweep has yet to look; None between two sweeps."""
+        """Topics that this sweep has yet to look at; None between two sweeps."""
         self._kept: set[int] = set()
-        """Ids of topics whose expiry the log refused in the last sweep, which is logged once."""
+        """Ids of topics whose expiry the log refused in the last sweep. The refusal of each is reported once."""
         self._keeping: set[int] = set()
-        """The same of this sweep."""
+        """Ids of topics whose expiry the log has refused so far in this sweep."""
 
     def expire_one(self, call: Expire, _frontend: int) -> Steps[Done]:
         """Move the floors of a topic over its expired records."""
@@ -76,29 +76,29 @@ class Deletes:
         return draft.committed
 
     def index_some(self) -> bool:
-        """Index tags of new records, in an idle turn, in topics with a late delete by tag. False if there are none."""
+        """Index the tags of some new records of one topic, in an idle turn. False if there are none."""
         for topic_id in list(self._by_tag):
             hosted = self._catalog.find_id(topic_id)
             try:
                 if hosted is not None and self._tags.index_some(hosted.topic, hosted.index, hosted.topic.head_seq):
-                    self._by_tag.move_to_end(topic_id)  # the others' turn
+                    self._by_tag.move_to_end(topic_id)  # other topics have the next turn
                     return True
             except (OSError, CorruptSegment):
-                self._drop_tags(topic_id)  # the next delete finds out, and its client is told
+                self._drop_tags(topic_id)  # the next delete finds the same error and tells its client
             if hosted is None:
                 self._drop_tags(topic_id)
         return False
 
     def _drop_tags(self, topic_id: int) -> None:
-        """Drop the tag index of a topic, which nobody would shrink any more."""
+        """Drop the tag index of a topic: idle turns would not shrink it any more."""
         del self._by_tag[topic_id]
         hosted = self._catalog.find_id(topic_id)
         if hosted is not None:
             hosted.topic.tags = None
 
     def sweep(self) -> Steps[None]:
-        """Begin to expire records of topics that nobody touches, and to free their memory, unless that is under way;
-        `sweep_some` goes on.
+        """Begin a sweep, which expires records of topics that nobody touches and frees memory, unless one is under way.
+        `sweep_some` goes on with it.
         """
         self._tags.drop_unused()
         if self._unswept is None:
@@ -138,7 +138,7 @@ class Deletes:
         yield from self.expire(hosted)
         topic = hosted.topic
         if call.topic_id not in (0, topic.id):
-            raise topic_not_found(call.name)  # the topic of the first turn
+            raise topic_not_found(call.name)  # the topic of the first turn was deleted
         last_seq = topic.head_seq if call.last_seq is None else min(call.last_seq, topic.head_seq)
         if call.before_seq is not None:
             last_seq = min(last_seq, call.before_seq - 1)
@@ -165,7 +165,9 @@ class Deletes:
         return reply
 
     def _plan(self, hosted: Hosted, call: DeleteRecords, last_seq: int) -> tuple[Deletion, DeleteRecords | None]:
-        """Return what this turn deletes, and the rest of the request. All turns end at the head of the first one."""
+        """Return what this turn deletes, and the request for the next turn or None. No turn deletes records that came
+        after the first one began.
+        """
         topic = hosted.topic
         if call.op is None:
             return topic.plan_cut(last_seq + 1), None
@@ -183,7 +185,7 @@ class Deletes:
     # -- removals that join a group
 
     def require_settled(self, hosted: Hosted, group: Draft) -> None:
-        """Raise CommitFirst while the group so far, or the ttl, may evict records: plans are made of what stays."""
+        """Raise CommitFirst if the group so far or the ttl may evict records of the topic. `remove` needs live ones."""
         topic = hosted.topic
         config = topic.config
         if config.ttl_ms and topic.expired_below(self._time.expiry_ms_of(topic.id)) > topic.earliest_seq:
@@ -201,7 +203,9 @@ class Deletes:
         dead_letters: int = 0,
         undo: Callable[[], None] | None = None,
     ) -> None:
-        """Delete live records (ascending) after `require_settled`; so many of them went to the dead letters."""
+        """Add the removal of live records (ascending seqs) to a group. The caller has called `require_settled`.
+        `dead_letters` is how many of them went to the dead letters; `undo` runs if the log refuses the removal.
+        """
         if seqs:
             now = self._time.now
             body, logged = group.pending_of(hosted.topic, now).remove(seqs, dead_letters)
@@ -212,8 +216,8 @@ class Deletes:
     # -- room that the caps of a topic would not give
 
     def make_room(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
-        """Remove what can go for so many more records and bytes: what has expired, if the log takes that, then
-        acknowledged jobs. Nothing else may be prepared. Raise TopicsError when the log refuses to remove jobs.
+        """Make room for so many more records and bytes: expire records, if the log takes that, then remove acknowledged
+        jobs. Nothing else may be prepared. Raise TopicsError when the log refuses to remove jobs.
         """
         yield from self.expire_for(hosted, records, size_bytes)
         if not (yield from self.drop_done_jobs(hosted, records, size_bytes)):
@@ -224,12 +228,12 @@ class Deletes:
             )
 
     def expire_for(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
-        """Expire what a cap would find in the way of so many more, if the log takes it."""
+        """Expire records if a cap would otherwise refuse or evict for so many more records and bytes."""
         if hosted.topic.must_expire_first(records, size_bytes, self._time.expiry_ms):
             yield from self.expire(hosted)
 
     def drop_done_jobs(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
-        """Remove acknowledged jobs for so many more. Comes to False when the log refuses that."""
+        """Remove acknowledged jobs to make room for so many more records and bytes. False if the log refuses that."""
         draft = Draft()
         self.remove(draft, hosted, done_jobs_to_drop(hosted.topic, records, size_bytes, frozenset()))
         if draft:

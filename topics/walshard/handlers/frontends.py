@@ -1,8 +1,8 @@
-"""Frontends as a shard knows them: the topics that each watches, and all that ends in the shard when one dies.
+"""Frontends as a shard knows them: the topics that each watches, and what the shard ends when one dies.
 
-The supervisor, which has waited for a dead process, says so in its control cell (`ended`) and wakes the shards. What
-the dead frontend has still written into its ring is taken first: a stream that it had opened would stay otherwise. A
-successor says hello before anything else. That is noted here, so that it is not taken for the dead one.
+When a frontend dies the supervisor notes its incarnation in the frontend's control cell (`ended`) and wakes the shards.
+A shard first takes the requests that the dead frontend left in its ring; otherwise a stream that one of them opens
+would stay for ever. A successor says hello before anything else, so that the shard tells it from the dead one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from topics.walshard.hosted.catalog import Catalog
 
 @dataclass(eq=False)
 class Frontends:
-    """Knows which frontends watch which topics of one shard; detects dead ones, and ends everything they had here.
+    """Knows which frontends watch which topics of one shard. It detects dead frontends and ends all they had here.
 
-    A notice is no more than a frontend's token of a topic. `notify({frontend: token})` queues notices,
-    `forget(frontend)` drops queued ones. `drain(frontend)` says whether all that a dead frontend has asked for was
-    taken; it takes no replies any more.
+    A notice is a frontend's token of a topic, no more. `notify({frontend: token})` queues notices, `forget(frontend)`
+    drops queued ones. `drain(frontend)` drops the replies to a dead frontend, and returns whether all of its requests
+    were taken.
     """
 
     _control: ControlPage
@@ -41,12 +41,14 @@ class Frontends:
         control = self._control
         self._cells = [control.cell(Role.FRONTEND, index).supervisor for index in range(control.frontends)]
         self._ended = [_incarnation_ended(cell) for cell in self._cells]
-        """By frontend: the last incarnation that is known to be over."""
+        """The last incarnation of each frontend that is known to have ended."""
         self.watched: list[set[str]] = [set() for _ in self._cells]
-        """By frontend: the topics that it watches, also deleted ones. To look at all topics may take long."""
+        """Names of the topics that each frontend watches; some may be deleted. They save a look at all topics."""
 
     def watch(self, call: Watch, frontend: int, group: Draft) -> None:
-        """Note who watches a topic, and notify at once if it is not what was seen. Nobody waits for a reply."""
+        """Note that a frontend watches a topic. Notify it at once if the topic has changed since the frontend read it.
+        Nobody waits for a reply.
+        """
         if group:
             raise CommitFirst
         hosted = self._catalog.find(call.name)
@@ -57,7 +59,7 @@ class Frontends:
             self._notify({frontend: call.token})
 
     def unwatch(self, call: Unwatch, frontend: int, _group: Draft) -> None:
-        """Note that a frontend watches a topic no more, unless it does with another token. Nobody waits for a reply."""
+        """Note that a frontend stops watching, unless it watches with another token now. Nobody waits for a reply."""
         hosted = self._catalog.find(call.name)
         if hosted is not None and hosted.watchers.get(frontend) == call.token:
             del hosted.watchers[frontend]
@@ -77,10 +79,10 @@ class Frontends:
         return any(cell.get("ended") > ended for cell, ended in zip(self._cells, self._ended, strict=True))
 
     def end_dead(self, group: Draft) -> None:
-        """End everything that such frontends had, once all that they had asked for was taken."""
+        """End everything that dead frontends had, once all of their requests were taken."""
         for frontend, cell in enumerate(self._cells):
             ended = cell.get("ended")
-            # In this order: what is in the ring when it is known to be dead is all there will be of it.
+            # Look at the ring only after `ended` says that the frontend is dead: nothing more comes then.
             if ended > self._ended[frontend] and self._drain(frontend):
                 self._ended[frontend] = ended
                 self._end(frontend, group)
@@ -96,9 +98,9 @@ class Frontends:
 
 
 def _incarnation_ended(cell: Cell) -> int:
-    """Return the last incarnation to take for ended when a shard's life begins. Where a successor runs, its hello has
-    come or will. Where none does, the former life may not have noticed the death, and to end it twice is no harm.
+    """Return the last incarnation that counts as ended when a shard's life begins. If a successor runs, its hello has
+    come or will. If none runs, the shard's former life may have missed the death; ending a frontend twice does no harm.
     """
-    # In this order: one that dies meanwhile is not taken for one that had a successor.
+    # `ended` before `pid`: if the frontend dies between the two reads, it does not look as if a successor ran.
     ended = cell.get("ended")
     return max(0, ended - 1) if not cell.get("pid") else ended

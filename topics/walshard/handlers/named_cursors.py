@@ -29,21 +29,21 @@ from topics.walshard.step_clock import StepClock
 
 
 class NamedCursors:
-    """Handles the named cursors of one shard's topics, and has the log hold their positions."""
+    """Handles requests about the named cursors of one shard's topics, and logs their positions."""
 
     def __init__(self, catalog: Catalog, time: StepClock) -> None:
         self._catalog = catalog
         self._time = time
         self.being_read: WeakSet[NamedCursor] = WeakSet()
-        """Cursors with reads under way, and maybe others. Those that end leave by themselves."""
+        """All cursors with reads under way, and maybe some others. Deleted ones drop out by themselves."""
 
     def frontend_died(self, frontend: int) -> None:
-        """Note that a frontend died: the answers that it had not passed on are lost."""
+        """Take back the reads whose answers a dead frontend had not passed on to its clients."""
         for cursor in self.being_read:
             cursor.frontend_died(frontend)
 
     def settle(self) -> Steps[None]:
-        """Log each cursor at a clean end: behind every answer that was passed on, and before all others."""
+        """Log each cursor at a clean end: behind all answers that reached their clients, before all that did not."""
         yield Draft(
             self._write(hosted, body := cursor.body(), partial(cursor.persisted, body), sync=cursor.strict)
             for hosted in self._catalog
@@ -69,7 +69,7 @@ class NamedCursors:
         consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
         persist_every = call.persist_every or (known.persist_every if known is not None else 1)
         seq = topic.head_seq if call.tail else call.seq or 0
-        if seq > topic.head_seq:  # as a diff from there: this topic never gave it out
+        if seq > topic.head_seq:  # a diff from such a seq is refused as well: the topic never gave it out
             seq = 0 if topic.recreated else topic.head_seq
         body = CursorFrameBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
@@ -88,7 +88,7 @@ class NamedCursors:
         return reply
 
     def delete(self, call: CursorDelete, _frontend: int) -> Steps[Deleted]:
-        """Delete a cursor. One that does not exist, or whose topic does not, was deleted already (api §0.9)."""
+        """Delete a cursor. If it or its topic does not exist, the reply says that it was deleted before (api §0.9)."""
         hosted = self._catalog.find(call.name)
         known = None if hosted is None else hosted.topic.cursors.find(call.cursor)
         if hosted is None or known is None:
@@ -99,7 +99,7 @@ class NamedCursors:
         return reply
 
     def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
-        """Move a cursor over the records that are being read, if nobody was faster."""
+        """Move a cursor over records that a frontend reads, unless another read has moved it meanwhile."""
         hosted = self._catalog.require(call.name)
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)

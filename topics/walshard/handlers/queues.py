@@ -1,11 +1,11 @@
-"""Queue requests (api §9): they join the group commit as appends do.
+"""Queue requests (api §9). They join the group commit, like appends.
 
-A claim reads and writes nothing but memory, unless its queue has `leases_durable`: then the lease is logged before it
-is told. An ack is logged as the deletion of its jobs. The lease machine (`core/leases.py`) changes as a request is
-prepared; jobs whose end must be logged first are held until the commit, and `LogWrite.undo` releases them.
+A claim reads and writes only memory, unless its queue has `leases_durable`: then the log gets the lease before the
+worker does. An ack is logged as the deletion of its jobs. The lease machine (`core/leases.py`) changes while a request
+is prepared. It holds jobs whose end must be logged until the commit; `LogWrite.undo` releases them if that fails.
 
-Jobs are dealt to streams and gathered claims after each commit, in `deal`, and at times of their own, in `tick`. While
-the service defers what is not urgent, streams of a queue of negative priority wait as pushes of such a topic do.
+`deal` deals jobs to streams and waiting claims after each commit; `tick` has it do so when a timer is due. While the
+service defers work that is not urgent, streams of a queue of negative priority wait for jobs.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
 
 REFUSED_WAIT_MS: Final = 1_000
-"""Wait before jobs are dealt to streams again after the log could not be written."""
+"""Wait before jobs of a queue are dealt again after the log refused their leases."""
 
 
 class Queues:
-    """Handles one shard's queues. It owns who waits for jobs, and timers. `push` sends jobs behind earlier answers."""
+    """Handles one shard's queues. It owns the workers that wait for jobs, and the queues' timers. `push` sends jobs to
+    a frontend, behind earlier answers.
+    """
 
     def __init__(
         self, catalog: Catalog, deletes: Deletes, push: Callable[[int, Dealt], None], cell: ProcessCell, time: StepClock
@@ -71,7 +73,7 @@ class Queues:
         self._changed: dict[int, Hosted] = {}
         """Queues whose counts are to be published and whose jobs may be dealt, by topic id."""
         self._held: set[int] = set()
-        """Ids of queues that were dealt last while frontends held jobs of them."""
+        """Ids of queues of which frontends held jobs when `deal` last looked."""
         self._timers = Timers()
         for hosted in catalog:
             if hosted.topic.queue is not None:
@@ -89,7 +91,7 @@ class Queues:
         return bool(self._changed)
 
     def deal(self, group: Draft) -> None:
-        """Deal jobs of changed queues to those who wait, and publish counts. Durable leases are added to the group."""
+        """Deal jobs of changed queues to waiting workers, and publish counts. Durable leases are added to the group."""
         changed, self._changed = self._changed, {}
         for topic_id, hosted in changed.items():
             leases = hosted.topic.queue
@@ -113,7 +115,7 @@ class Queues:
             self._set_timer(hosted, leases, workers)
 
     def tick(self) -> Steps[None]:
-        """Note the queues whose timers are due, and expire their records; `deal` is next."""
+        """Expire records of queues whose timers are due, and note these queues for the next `deal`."""
         for topic_id, name in self._timers.take_due(self._time.now.mono_ms):
             hosted = self._catalog.find(name)
             if hosted is not None and hosted.topic.id == topic_id:
@@ -129,11 +131,11 @@ class Queues:
 
     @property
     def next_tick_ms(self) -> int | None:
-        """Monotonic time of the next `tick` that will have something to do; None: nothing waits for the clock."""
+        """Monotonic ms at which the next timer is due; None without timers."""
         return self._timers.next_ms
 
     def topic_deleted(self, hosted: Hosted) -> None:
-        """Tell those who wait for jobs of a deleted queue that it ended."""
+        """Tell the workers of a deleted queue that it ended, and forget them."""
         self._timers.forget(hosted.topic.id)
         self._held.discard(hosted.topic.id)
         workers = self._workers.pop(hosted.topic.id, None)
@@ -158,7 +160,7 @@ class Queues:
     # -- requests
 
     def unclaim(self, call: Unclaim, _frontend: int, group: Draft) -> Done:
-        """Take back a claim whose jobs nobody got."""
+        """Take back a claim whose jobs did not reach their worker: it does not count as a delivery."""
         hosted, leases = self._queue(call.name, group)
         seqs, _ = self._owned(group, hosted, leases, call)
         leases.unclaim(seqs, call.delay_ms, self._time.now)
@@ -166,14 +168,14 @@ class Queues:
         return Done()
 
     def bury(self, call: Bury, frontend: int, group: Draft) -> RemoveReply:
-        """Remove jobs that are in the dead letters now."""
+        """Remove jobs that this frontend has moved to the dead letters."""
         hosted, leases = self._queue(call.name, group, call.topic_id)
         seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
         self._deletes.remove(group, hosted, seqs, dead_letters=len(seqs))
         return RemoveReply(len(seqs))
 
     def release(self, call: Release, frontend: int, group: Draft) -> Done:
-        """Release jobs that did not get to the dead letters."""
+        """Release jobs that this frontend could not move to the dead letters."""
         hosted, leases = self._queue(call.name, group, call.topic_id)
         seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
         self._release(group, hosted, leases, seqs, call.delay_ms)
@@ -186,7 +188,9 @@ class Queues:
         return Peeked(jobs, up_to_seq, up_to_seq < hosted.topic.head_seq)
 
     def _queue(self, name: str, group: Draft, topic_id: int = 0) -> tuple[Hosted, Leases]:
-        """Return a queue, its floors and leases as of this step. With `topic_id` it must be that one."""
+        """Return a queue, its floors and leases as of this step. Raise TopicsError if it is none, or (unless `topic_id`
+        is 0) has another id.
+        """
         hosted = self._topic(name, group, topic_id)
         leases = hosted.topic.queue
         if leases is None:
@@ -198,7 +202,7 @@ class Queues:
     def _owned(
         self, group: Draft, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim
     ) -> tuple[list[int], list[int]]:
-        """Return the named jobs that their consumer holds, and the others. A job that a draft removes is nobody's."""
+        """Return (jobs of the call that its consumer holds, its other jobs). A job that a draft removes is not held."""
         return leases.leased_to(call.node, call.seqs, call.lease_nos, group.dying(hosted.topic))
 
     def claim(self, call: Claim, frontend: int, group: Draft) -> Dealt | Waiting:
@@ -272,8 +276,8 @@ class Queues:
         if hosted is None or hosted.topic.queue is None:
             return Done()
         if group and hosted.topic.queue.is_ending(where):
-            # A drafted end of a job is the job's end; if the log refuses it, the job is this stream's again. Only then
-            # is there a commit: many streams may end at once.
+            # The group ends jobs of this stream. If the log refuses that, the stream holds them again, and they must be
+            # released: commit first. Other streams need no commit of their own, since many may end at once.
             raise CommitFirst
         workers = self._workers.get(hosted.topic.id)
         if workers is not None:
@@ -285,7 +289,7 @@ class Queues:
         return Done()
 
     def reserve(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
-        """Reserve jobs for a frontend, which moves them to another topic."""
+        """Reserve jobs for a frontend, which is about to move them to another topic."""
         hosted = self._topic(call.name, group, call.topic_id)
         seqs = hosted.topic.live_of(sorted(set(call.seqs) - group.dying(hosted.topic)))
         leases = hosted.topic.queue
@@ -296,16 +300,18 @@ class Queues:
         return Reserved(seqs)
 
     def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
-        """Remove records that are in another topic now."""
+        """Remove records that a frontend has moved to another topic."""
         hosted = self._topic(call.name, group, call.topic_id)
         wanted = sorted(set(call.seqs) - group.dying(hosted.topic))
-        # A record whose reservation has ended may be somebody's job by now. It is elsewhere all the same.
+        # A reservation may have ended, and a worker may hold the job by now. The record was moved all the same.
         seqs = hosted.topic.live_of(wanted)
         self._deletes.remove(group, hosted, seqs)
         return RemoveReply(len(seqs))
 
     def _topic(self, name: str, group: Draft, topic_id: int) -> Hosted:
-        """Return a topic of any type, its floors as of this step. Unless `topic_id` is 0 it must be that one."""
+        """Return a topic of any type, its floors as of this step. Raise TopicsError if it has another id than
+        `topic_id`, unless that is 0.
+        """
         hosted = self._catalog.require(name)
         if topic_id not in (0, hosted.topic.id):
             raise topic_not_found(name)
@@ -326,7 +332,7 @@ class Queues:
         *,
         carries_out: bool = False,
     ) -> None:
-        """Add the leases of these jobs to the group, if leases of this queue outlive a restart."""
+        """Add the leases of these jobs to the group if the queue has `leases_durable`."""
         leases = hosted.topic.queue
         if seqs and leases is not None and hosted.topic.config.leases_durable:
             bodies = [(FrameType.LEASE, encode_body(body)) for body in leases.bodies(seqs)]
@@ -362,7 +368,7 @@ class Queues:
             self._log(group, hosted, bodies, partial(self._push, frontend, dealt), undo)
 
     def _undeal(self, hosted: Hosted, leases: Leases, frontend: int, dealt: Dealt) -> None:
-        """Take back jobs whose leases the log refused: they are dealt again in a while. A waiting claim is told."""
+        """Take back jobs whose leases the log refused, and tell the worker. They are dealt again after a while."""
         self._unclaim(leases, dealt.seqs, dealt.dead)
         self._push(frontend, Dealt(dealt.stream, [], 0, 0, [], leases.ready, refused=True))
         hosted.publish_counts()
@@ -385,11 +391,11 @@ class Queues:
             if workers.window_ends_ms is not None:
                 moments.append(workers.window_ends_ms)
             if workers.held_since_ms is not None:
-                # Held streams have waited long enough by then, or the pressure is over.
+                # Look again then: the streams may have waited long enough, or the pressure may be over.
                 moments.append(now_ms + INTERVAL_MS)
             expiry_ms = topic.next_expiry_ms()
             if expiry_ms is not None and expiry_ms > self._time.expiry_ms:
-                # A job that expires makes room for the next one at its worker.
+                # When a job expires, its worker has room for the next one.
                 moments.append(now_ms + expiry_ms - self._time.expiry_ms)
         if moments:
             self._timers.set(topic.id, topic.name, min(moments))

@@ -1,16 +1,16 @@
-"""The turns by which an `ephemeral` topic becomes durable: its live records are logged again, in turns, before its
-class changes.
+"""Relogging: before an `ephemeral` topic becomes durable, the shard logs its live records again, in turns.
 
-A turn reads the next live records from the RAM log and writes their frames, as they are, to the durable log:
+A turn reads the next live records from the RAM log and writes their frames, unchanged, to the durable log:
 
-    EVICT_WATERMARK   the floors as they are, without the count and the bytes of the records that follow
-    APPEND            the records; seqs between them that are missing were deleted or lost in RAM
+    EVICT_WATERMARK   the current floors; their count and bytes leave out the records that follow
+    APPEND            the records; seqs missing between them were deleted or lost in RAM
     JOB_ATTRIBUTES    of the jobs among them
     HEAD_WATERMARK    the ceiling as it was
 
-Up to there the topic is durable then, and `ephemeral` behind it, as a topic is that was durable before it became
-`ephemeral`. So nothing has to know of turns: a shard that dies between two leaves an `ephemeral` topic of which more is
-durable than before. The last turn writes the unexpired keys, an exact HEAD_WATERMARK and CONFIG_UPDATE as well.
+After a turn the topic's records are durable up to some seq and in RAM behind it. A topic that was durable before it
+became `ephemeral` looks the same, so no other code has to know of turns. If the shard dies between two turns, the topic
+is still `ephemeral`, with more durable records. The last turn also writes the unexpired keys, an exact HEAD_WATERMARK
+and CONFIG_UPDATE.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ TURN_BYTES: Final = 1 << 20
 TURN_SEQS: Final = 8192
 """Seqs that a turn looks at, at most."""
 TURNS_OF_ONE_SIZE: Final = 256
-"""After so many turns each takes as much again: writes in between must not keep up with them for ever."""
+"""After each so many turns the turns grow, so that they overtake writers that go on meanwhile."""
 
 
 class RelogTurn(NamedTuple):
-    """One turn: frames for the durable log, complete but for the CONFIG_UPDATE that has to follow the last turn."""
+    """One turn: its frames for the durable log, and the entries to change once they are logged. The caller adds the
+    CONFIG_UPDATE to the last turn.
+    """
 
     hosted: Hosted
     buffers: list[Bytes]
@@ -47,11 +49,11 @@ class RelogTurn(NamedTuple):
     first_seq: int
     entries: array[int]
     rows: list[int]
-    """Rows of `entries` that were logged again: complete but for the file, and the offset of the write in it."""
+    """Rows of `entries` that are logged again. `place` adds the log file and the offset of the write to them."""
     is_last: bool
 
     def place(self, file_no: int, offset: int) -> None:
-        """Take over the locations of a turn that is in the log."""
+        """Take over the new locations of the records, once the log has the turn at this place."""
         topic, entries = self.hosted.topic, self.entries
         for row in self.rows:
             entries[row * ENTRY_WORDS + 2] += offset
@@ -63,7 +65,7 @@ class RelogTurn(NamedTuple):
 
 
 def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogTurn:
-    """Return the turn after so many, with nothing pending. Raise OSError when the RAM log cannot be read."""
+    """Return the next turn after `turns` turns. Nothing may be pending. Raise OSError if the RAM log is unreadable."""
     topic = hosted.topic
     factor = 1 + turns // TURNS_OF_ONE_SIZE
     first_seq = max(topic.earliest_seq, hosted.ram_from_seq)
@@ -96,7 +98,7 @@ def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogT
 def _records(
     hosted: Hosted, directory: str, first_seq: int, entries: array[int], bytes_max: int
 ) -> tuple[list[Bytes], list[int]]:
-    """Return the frames of the live records among the entries, and their rows. Entries that do not fit are cut off."""
+    """Return (frames, rows) of the live records among the entries, up to `bytes_max`. Cut off the entries behind."""
     maps: dict[int, memoryview] = {}
     records: list[Bytes] = []
     rows: list[int] = []

@@ -1,8 +1,8 @@
-"""Handover of segments from the compactor: its `Checkpoint` becomes marks in the log, one for each topic.
+"""Handover of segments from the compactor: the shard logs its `Checkpoint` as marks, one for each topic.
 
-A mark counts once it is on the disk, behind all frames that are in its segments. Only then are their locations dropped,
-so a shard that is killed in between finds both or the segments alone. The compactor repeats a request that was not
-answered, and a mark that the log has already changes nothing.
+A mark counts once it is on the disk, behind all frames that its segments contain. Only then does the shard drop the
+locations of those frames. So a shard that is killed meanwhile finds both frames and segments, or the segments. The
+compactor repeats a request that was not answered; a mark that the log has already changes nothing.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class SegmentHandover:
         self._time = time
 
     def take(self, call: Checkpoint, _frontend: int) -> Steps[CheckpointReply]:
-        """Log that these segments are there, then drop the locations of their records."""
+        """Log marks of these segments, then drop the locations of the records in them."""
         self._files.mark_again()
-        if not call.topics:  # the end of a checkpoint: a snapshot would take for done what only the log says
+        if not call.topics:  # ends a checkpoint: the snapshot needs all logged deletions marked, and the log synced
             self._require(self._files.is_marked)
         gone: list[int] = []
         refused: list[int] = []
@@ -57,7 +57,7 @@ class SegmentHandover:
         marked: dict[int, Hosted] = {}
         for checkpoint in call.topics:
             hosted = self._catalog.find_id(checkpoint.topic_id)
-            if hosted is None:  # it was deleted
+            if hosted is None:  # the topic was deleted
                 gone.append(checkpoint.topic_id)
                 continue
             try:
@@ -88,7 +88,7 @@ class SegmentHandover:
         for info in checkpoint.segments:
             old = segments.put(info)
             if old is not None and old.version != info.version:
-                self._files.deleted(topic.id, old)  # to be read once more when it is logged: rather fail now
+                self._files.deleted(topic.id, old)  # fails now rather than in `replaced`, after the mark is logged
         if segments.version == version:
             return None
         _check(segments, known, checkpoint, hosted)
@@ -102,12 +102,12 @@ class SegmentHandover:
         return LogWrite([mark], apply, sync=True, undo=partial(hosted.release, table))
 
     def trim(self, call: Trim, _frontend: int, _group: Draft) -> Done:
-        """Have log files removed that snapshots have made superfluous."""
+        """Have log files removed that no snapshot needs any more."""
         self._log_trim.request(call.file_no)
         return Done()
 
     def mark_again(self, call: MarkAgain, _frontend: int, _group: Draft) -> Done:
-        """Mark logged deletions again, unless the topic is deleted. Raise TopicsError when some cannot be marked."""
+        """Mark a topic's logged deletions that are not marked yet. Raise TopicsError if some cannot be marked."""
         hosted = self._catalog.find_id(call.topic_id)
         if hosted is not None:
             hosted.index.flag_moved(list(seqs_of(call.runs)))
@@ -120,7 +120,7 @@ class SegmentHandover:
 
 
 def _check(segments: SegmentList, known: SegmentList, checkpoint: TopicCheckpoint, hosted: Hosted) -> None:
-    """Raise ValueError unless every live record whose location would be dropped is in a segment."""
+    """Raise ValueError if a live record whose location is to be dropped is in no segment."""
     topic = hosted.topic
     if segments.last_seq > topic.head_seq or segments.last_seq > max(known.last_seq, checkpoint.up_to_seq):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The shard's part in transactions over topics (api §6): it keeps the committed batch of each of its sinks, and
-publishes stages of its topics. A frontend drives a commit from sink to topics (`frontend/txn/coordinator.py`).
+"""The shard's part in transactions over topics (api §6). It keeps the last batch of each sink that it owns, and
+publishes stages into its topics. A frontend drives a commit from sink to topics (`frontend/txn/coordinator.py`).
 
-Any step may be asked for again, by anyone, at any time: a step that was done stays done.
+All steps are idempotent: anyone may ask for any of them again, at any time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = get_logger()
 
 
 class Sinks:
-    """Handles the sinks that this shard owns, and stages of its topics. It keeps sinks whose files it has read."""
+    """Handles the sinks that this shard owns, and the stages of its topics. It owns the sinks' files."""
 
     def __init__(
         self, fs: FileSystem, data_dir: str, shard: int, shards: int, catalog: Catalog, appends: Appends
@@ -51,10 +51,12 @@ class Sinks:
         self._catalog = catalog
         self._appends = appends
         self._known: dict[str, Sink] = {}
-        """Sinks that exist. Others are not kept, since anyone may ask for any number of them."""
+        """Existing sinks whose files were read. Names without a file are not kept: clients may ask for any number."""
 
     def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
-        """Carry out a call about a sink: its file is replaced behind all that was published for it."""
+        """Carry out a call about a sink. Commit the group first, so that a sink's file is replaced only after all that
+        was published for it is logged.
+        """
         if group:
             raise CommitFirst
         match call:
@@ -74,15 +76,15 @@ class Sinks:
         return self._appends.prepare(self.staged(call), _frontend, group)
 
     def stages_over(self, call: StagesOver, _frontend: int, _group: Draft) -> None:
-        """Forget the stages of a batch that is published everywhere. Nobody waits for a reply."""
+        """Forget the keys of a batch that is published everywhere. Nobody waits for a reply."""
         hosted = self._catalog.find(call.name)
         if hosted is not None:
             hosted.topic.idempotency.forget_stages(call.sink, call.batch)
 
     def staged(self, call: StagePublish) -> AppendRequest:
-        """Return the write that publishes a stage. It has no records when the file of the stage is gone: then only a
-        repeated write can be answered. Raise `409 fenced` when the batch is not decided, or over: the topic may have
-        forgotten by then that it was published.
+        """Return the append request that publishes a stage. It has no records if the stage's file is gone; then it can
+        only be answered as a repetition. Raise `409 fenced` if the batch is not decided, or is over: the topic may have
+        forgotten then that the stage was published.
         """
         self._require_pending(call.sink, call.batch)
         path = os.path.join(self._stages, txn_files.stage_name(call.stage))
@@ -99,8 +101,8 @@ class Sinks:
         return AppendRequest(stage.topic, True, None, key, None, *records)
 
     def _require_pending(self, sink: str, batch: int) -> None:
-        """Raise `fenced` unless the batch is being published. The sink may be another shard's, which replaces the file
-        only when all stages have been answered: as long as it says pending, the topic has the keys of published stages.
+        """Raise `fenced` unless the sink's file says that the batch is being published. Another shard may own the sink.
+        It replaces the file only once all stages are answered, and until then topics keep the keys of published stages.
         """
         try:
             decided, pending_count = txn_files.read_sink_head(self._fs, self._directory, sink)
@@ -113,7 +115,7 @@ class Sinks:
         known = self._find(call.sink)
         if known is not None and (known.pending or call.batch <= known.batch):
             return _as_known(known)
-        for stage, _topic in sorted(call.stages):  # as they are claimed: the first that is not there was lost
+        for stage, _topic in sorted(call.stages):  # in the order of claiming: the first missing one was lost
             if not txn_files.can_be_decided(os.path.join(self._stages, txn_files.stage_name(stage))):
                 given = txn_files.unclaimed_id(stage)
                 raise TopicsError("not_found", f"there is no stage {given!r}: dropped, expired, or another batch's")
@@ -164,7 +166,7 @@ class Sinks:
 
     def _store(self, sink: Sink) -> None:
         path = os.path.join(self._directory, txn_files.sink_name(sink.sink))
-        self._known.pop(sink.sink, None)  # after a failure the file is read to know what it has
+        self._known.pop(sink.sink, None)  # if the write fails, the file must be read again
         try:
             make_dirs(self._fs, self._directory)
             replace_file(self._fs, path, txn_files.encode_sink(sink))
@@ -173,7 +175,7 @@ class Sinks:
         self._known[sink.sink] = sink
 
     def _pending(self) -> list[tuple[str, int, list[tuple[str, str]]]]:
-        """Return this shard's batches that are decided and not over. A damaged file is logged and holds up no other."""
+        """Return (sink, batch, stages) of batches that are decided and not over. Log damaged files, and go on."""
         found = []
         for name in sorted(filter(txn_files.is_sink_name, names_in(self._fs, self._directory))):
             try:

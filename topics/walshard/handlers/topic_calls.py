@@ -29,7 +29,9 @@ log = get_logger()
 
 @dataclass(eq=False)
 class TopicCalls:
-    """Makes, configures and deletes one shard's topics. `log_feed` logs how far the routers into one are, if it can."""
+    """Makes, configures and deletes one shard's topics. `log_feed` logs how far routers have copied into a topic; it
+    returns False if the log refuses that.
+    """
 
     _catalog: Catalog
     _logs: Logs
@@ -39,10 +41,10 @@ class TopicCalls:
     _time: StepClock
 
     def make(self, call: PutTopic | EnsureTopic, _frontend: int, group: Draft) -> PutTopicReply:
-        """Make a topic in a group with others, or find that it is there as it is to be."""
+        """Make a topic in a group, or find that it exists as asked. Any change of one is a commit of its own."""
         name, config = call.name, call.config if isinstance(call, PutTopic) else None
         if name in group.made:
-            raise CommitFirst  # the log may refuse to make it
+            raise CommitFirst  # the log may yet refuse the creation
         hosted = self._catalog.find(name)
         if hosted is None:
             self._logs.require_room()
@@ -63,7 +65,7 @@ class TopicCalls:
         reply = PutTopicReply(False, config)
         if config == topic.config:
             return reply
-        # A longer ttl must not bring back what readers were told is gone (api §3.2).
+        # A longer ttl must not bring back records that readers were told are gone (api §3.2).
         self._time.look_at_expiry()
         for steps, what in (
             (self._deletes.expire(hosted), "the expiry of records in"),

@@ -1,8 +1,9 @@
-"""Watch sessions of one shard (api §7): the stream that each has, and the positions from which the next one goes on.
+"""Watch sessions of one shard (api §7): the open stream of each, and the positions from which the next one goes on.
 
-A session outlives the frontend that made it and a crash of this shard (it is in the RAM log), not a restart of the
-service. While a stream is open only its frontend knows its positions, and says them when it closes. If the frontend
-dies instead, the stored positions are a lower bound, and the client's Last-Event-ID knows better: `exact` tells which.
+A session is in the RAM log. So it outlives the frontend that made it and a crash of this shard, but not a restart of
+the service. While a stream is open only its frontend knows its positions; it sends them when the stream closes. If the
+frontend dies, the stored positions are no longer `exact`: they are a lower bound, and the client's Last-Event-ID
+knows better.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ COLLECTED_AT_ONCE: Final = 512
 
 
 class WatchSession(msgspec.Struct, eq=False):
-    """One session. `stream` is (frontend, number) while one is open, `idle_since_ms` is when the last one closed.
-    Numbers grow with time, also from frontend to frontend; `newest_stream` is the highest so far.
+    """One session. `stream` is (frontend, number) while a stream is open. `idle_since_ms` is when the last one closed.
+    Numbers of streams grow with time over all frontends; `newest_stream` is the highest so far.
     """
 
     body: bytes
@@ -56,7 +57,7 @@ class WatchSession(msgspec.Struct, eq=False):
 
 
 class WatchSessions:
-    """Handles requests about the watch sessions of one shard. What is to outlive a crash goes to the RAM log."""
+    """Owns the watch sessions of one shard, and handles requests about them. The RAM log keeps them over a crash."""
 
     def __init__(self, holdings: Holdings, time: StepClock) -> None:
         self._holdings = holdings
@@ -64,7 +65,7 @@ class WatchSessions:
         self.by_wid: dict[str, WatchSession] = {}
 
     def recovered(self, sessions: dict[str, SessionFrameBody]) -> None:
-        """Take over the sessions of the RAM log after a crash. None is exact: streams may be open unknown to it."""
+        """Take over the sessions of the RAM log after a crash. None is exact: frontends may have streams open."""
         for wid, session in sessions.items():
             assert session.body is not None
             self._set(wid, WatchSession(session.body, session.positions, False, self._time.now.mono_ms))
@@ -81,8 +82,8 @@ class WatchSessions:
         return self._find(call.wid)[1]
 
     def open(self, call: SessionOpen, frontend: int, _group: Draft) -> SessionOpenReply:
-        """Begin a stream of a session, or hear of one that a frontend had open when this shard restarted. A stream that
-        is older than the newest one changes nothing, or its end could take positions back.
+        """Note that a frontend begins a stream of a session, or had it open when this shard restarted. A stream older
+        than the newest one changes nothing: when it ends it could move positions back.
         """
         session, reply = self._find(call.wid)
         if call.stream >= session.newest_stream:
@@ -92,7 +93,7 @@ class WatchSessions:
         return reply
 
     def close(self, call: SessionClose, frontend: int) -> Steps[Done]:
-        """End a stream, unless another one replaced it: the next one goes on from these positions, which are exact."""
+        """End a stream and keep its positions, which are exact, for the next one, unless another has replaced it."""
         session, stream, now_ms = self.by_wid.get(call.wid), (frontend, call.stream), self._time.now.mono_ms
         if session is not None and session.stream == stream:
             body = SessionFrameBody(call.wid, session.body, call.positions, exact=True)
@@ -101,24 +102,24 @@ class WatchSessions:
                 session.end_stream(stream, now_ms)
                 session.positions, session.exact = call.positions, True
 
-            # If the log refuses its positions the stream has ended all the same.
+            # The stream has ended even if the log refuses its positions.
             yield from self._log(body, closed, partial(session.end_stream, stream, now_ms))
         return Done()
 
     def abandon(self, call: SessionAbandon, frontend: int, _group: Draft) -> None:
-        """End a stream that never began; positions are not exact any more. Nobody waits for a reply."""
+        """End a stream that never began. Its session is not exact any more. Nobody waits for a reply."""
         session = self.by_wid.get(call.wid)
         if session is not None:
             session.end_stream((frontend, call.stream), self._time.now.mono_ms)
 
     def frontend_died(self, frontend: int) -> None:
-        """End the streams of a frontend, whose positions nobody says."""
+        """End the streams of a dead frontend. Their last positions are lost."""
         for session in self.by_wid.values():
             if session.stream is not None and session.stream[0] == frontend:
                 session.end_stream(session.stream, self._time.now.mono_ms)
 
     def collect(self) -> Steps[None]:
-        """Remove sessions that had no stream for SESSION_TTL_MS, or some of them: the next call goes on."""
+        """Remove up to COLLECTED_AT_ONCE sessions that had no stream for SESSION_TTL_MS; the next call goes on."""
         now = self._time.now
         idle = (
             wid
@@ -133,14 +134,14 @@ class WatchSessions:
             yield Draft(ram=ends)
 
     def ram_frames(self, now_ms: int) -> list[bytes]:
-        """Return SESSION of every session, to outlive older files of the RAM log. `now_ms` is wall time."""
+        """Return a SESSION frame of every session, to be repeated in the RAM log. `now_ms` is wall time."""
         return [
             _session_frame(SessionFrameBody(wid, session.body, session.positions, session.exact), now_ms)
             for wid, session in self.by_wid.items()
         ]
 
     def _find(self, wid: str) -> tuple[WatchSession, SessionOpenReply]:
-        """Return a session and what its client gets; `404 not_found` if it is unknown."""
+        """Return a session and the reply about it. Raise `404 not_found` if it is unknown."""
         session = self.by_wid.get(wid)
         if session is None:
             raise TopicsError("not_found", f"no watch session {wid!r}: it was never made, or collected when idle")

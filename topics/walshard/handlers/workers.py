@@ -16,7 +16,7 @@ from topics.shm.queue_messages import Dealt
 
 
 class Worker(msgspec.Struct, eq=False, frozen=True):
-    """A stream that holds up to `most` jobs at any time, or (`once`) a claim of at most that many."""
+    """A stream that holds up to `most` jobs at any time, or (`once`) a waiting claim of up to `most` jobs."""
 
     where: Holder
     node: str
@@ -26,24 +26,25 @@ class Worker(msgspec.Struct, eq=False, frozen=True):
 
     @property
     def holder(self) -> Holder | None:
-        """The stream with which its leases end; None for a claim."""
+        """The stream whose end ends the worker's leases; None for a claim."""
         return None if self.once else self.where
 
 
 class Workers:
     """The workers of one queue. They take turns: a worker that got jobs goes to the end.
 
-    Dealing costs the jobs that are dealt and the claims that are answered, however many streams are open: it looks only
-    at workers that may have room, and at no more of them than there are jobs.
+    The cost of dealing depends on the jobs dealt and the claims answered, not on the number of open streams: `deal`
+    looks only at workers that may have room, and at no more of them than there are jobs.
     """
 
     def __init__(self) -> None:
         self._workers: dict[Holder, Worker] = {}
         self._hungry: OrderedDict[Holder, Worker] = OrderedDict()
-        """Workers that may have room, in turn. The front of a plain dict is O(n) to find after many removals."""
+        """Workers that may have room, in the order of turns. A plain dict would find its front in O(n) after removals.
+        """
         self._claims: dict[Holder, Worker] = {}
         self.window_ends_ms: int | None = None
-        """Monotonic ms; None while nobody waits for the end of a window."""
+        """Monotonic ms at which the open window ends; None without one."""
         self.held_since_ms: int | None = None
         """Monotonic ms since when jobs are held back from streams."""
 
@@ -57,7 +58,7 @@ class Workers:
             self._claims[worker.where] = worker
 
     def have_room(self, holders: Iterable[Holder]) -> None:
-        """Note that leases of these ended."""
+        """Note that leases of these holders ended, so that they may have room."""
         for where in holders:
             worker = self._workers.get(where)
             if worker is not None:
@@ -90,9 +91,8 @@ class Workers:
         return now.mono_ms - self.held_since_ms < patience_ms
 
     def may_deal(self, ready: int, jitter_ms: int, now: Now, held: bool = False) -> bool:
-        """Return whether it is time to deal. A window opens with the first worker that could get something (a claim
-        wants an answer in any case), and all that come before its end take part, but streams only if they are not
-        `held`.
+        """Return whether it is time to deal. The first worker that could get a job, or any claim, opens a window of
+        `jitter_ms`; all workers that come before its end take part. With `held`, streams neither open it nor take part.
         """
         if self.window_ends_ms is None:
             if not self._claims and not (ready and self._hungry and not held):
@@ -105,8 +105,8 @@ class Workers:
     def deal(
         self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now, held: bool = False
     ) -> list[tuple[Worker, LeasedSeqs, list[int]]]:
-        """Lease ready jobs to all workers, or if streams are `held` to claims only. Claims end, whatever they got.
-        Return what each was dealt: leased jobs, and dead ones.
+        """Lease ready jobs to all workers, or only to claims if streams are `held`. Forget the claims, whatever they
+        got. Return (worker, its leased jobs, dead jobs that its frontend has to move) for each that gets something.
         """
         self.window_ends_ms = None
         if not held:
@@ -131,7 +131,7 @@ class Workers:
         return hands
 
     def _takers(self, leases: Leases, held: bool) -> dict[Worker, int]:
-        """Return the workers that can get jobs or have to be answered, in turn, and how many each has room for."""
+        """Return how many jobs each taking worker has room for, in the order of turns. All claims are among them."""
         takers: dict[Worker, int] = {}
         full = []
         ready = leases.ready
@@ -151,19 +151,19 @@ class Workers:
 
 
 def deliveries_max(config: TopicConfig) -> int:
-    """Return how often a job is delivered at most; 0 is no bound, for a queue without a dead-letter topic."""
+    """Return how often a job is delivered at most; 0 (no bound) for a queue without a dead-letter topic."""
     return 0 if config.dead_letter is None else config.max_deliveries
 
 
 def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, topic: Topic) -> Dealt:
-    """Return what the frontend is told."""
+    """Return the message to the frontend about jobs that were dealt to a stream or claim."""
     jobs = leased.seqs, leased.first_lease_no, leased.deadline_ms, leased.deliveries, leases.ready
     dead_ones = dead, leases.deliveries_of(dead), leases.order_keys_of(dead), topic.config.dead_letter or ""
     return Dealt(stream, *jobs, *dead_ones, topic_id=topic.id)
 
 
 class Timers:
-    """The next monotonic ms at which each queue is due, by topic id. A replaced time stays in the heap, ignored."""
+    """The next monotonic ms at which each queue is due, by topic id. Replaced times stay in the heap, ignored."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str]] = []
@@ -175,14 +175,14 @@ class Timers:
         return self._heap[0][0] if self._heap else None
 
     def set(self, topic_id: int, name: str, at_ms: int) -> None:
-        """Make a queue due at this time, or before if it was."""
+        """Make a queue due at this time, unless it is due earlier."""
         known_ms = self._of.get(topic_id)
         if known_ms is not None and known_ms <= at_ms:
             return
         self._of[topic_id] = at_ms
         heappush(self._heap, (at_ms, topic_id, name))
         if len(self._heap) > 64 + 4 * len(self._of):
-            # Replaced times are most of the heap: drop them.
+            # Most of the heap are replaced times: drop them.
             self._heap = [timer for timer in set(self._heap) if self._of.get(timer[1]) == timer[0]]
             heapify(self._heap)
 

@@ -28,7 +28,7 @@ _RANDOM_BITS: Final = 62
 
 
 class Catalog:
-    """Owns one shard's topics, and the arena that shows them. A topic is hosted once its creation is logged."""
+    """Owns one shard's topics, and the arena in which readers see them. It has a topic once its creation is logged."""
 
     def __init__(
         self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings, files: SegmentFiles, clock: Clock
@@ -64,7 +64,9 @@ class Catalog:
         return hosted
 
     def make(self, name: str, config: TopicConfig, now_ms: int, admitted: bool = False) -> Hosted:
-        """Make a topic that nobody sees, to be hosted or abandoned. Raise ArenaFullError, or `throttled` (quota)."""
+        """Make a topic that nobody sees yet; the caller must `host` or `abandon` it. With `admitted` the quota is not
+        asked. Raise ArenaFullError, or `throttled` (quota).
+        """
         self._holdings.claim_topic(admitted)
         ring: LocationRing | None = None
         try:
@@ -72,7 +74,7 @@ class Catalog:
             recreated = name in self._deleted_names
             topic_id = self._ids.next(now_ms)
             index = TopicIndex(topic_id, ring, self._files)
-            index.copied_seq = 0  # until it is known that no router copies it
+            index.copied_seq = 0  # keeps every entry until `Sources` has looked whether routers copy the topic
             topic = Topic(topic_id, name, config, index, recreated)
             topic.ceilings = Ceilings.of_new(config)
             self._start(topic)
@@ -84,7 +86,7 @@ class Catalog:
             raise
 
     def abandon(self, hosted: Hosted) -> None:
-        """Drop a topic that was made, and whose creation did not get into the log."""
+        """Drop a topic that was made, but whose creation did not get into the log."""
         hosted.abandon()
         self._holdings.release_topic()
 
@@ -95,7 +97,7 @@ class Catalog:
         hosted.announce()
 
     def _start(self, topic: Topic) -> None:
-        """Begin new numbers of leases and cursors: those of another life are told from them."""
+        """Begin new random numbers of leases and cursors, so that those of a former life are recognised as old."""
         random = secrets.randbits(_RANDOM_BITS)
         topic.cursors.restart(random)
         if topic.queue is not None:
@@ -103,20 +105,18 @@ class Catalog:
             topic.queue.start(now, random, topic.config.leases_durable)
 
     def retire(self, hosted: Hosted) -> None:
-        """Drop a topic whose end is logged."""
+        """Drop a topic whose deletion is logged."""
         del self._by_name[hosted.topic.name], self._by_id[hosted.topic.id]
         self._deleted_names.add(hosted.topic.name)
         hosted.retire()
 
     def shrink_ring(self, hosted: Hosted) -> None:
-        """Shrink the ring of an `ephemeral` topic, if it is large, now and then between groups. Checkpoints shrink all
-        others.
-        """
+        """Shrink a large ring of an `ephemeral` topic. Called between groups; checkpoints shrink all other rings."""
         if hosted.index.ring.capacity >= LARGE_ENTRIES and hosted.topic.config.durability == "ephemeral":
             hosted.shrink_ring()
 
     def take_over(self, fold: Fold) -> None:
-        """Host the topics that the log has. Raise FoldError when one belongs to another shard, or two share a name."""
+        """Host the topics of a recovered log. Raise FoldError if another shard owns one, or two share a name."""
         self._deleted_names = fold.deleted_names
         for topic_id in fold.created_ids:
             self._ids.used(topic_id)
@@ -129,7 +129,7 @@ class Catalog:
             self._host_folded(topic)
 
     def follow(self, topic: Topic) -> Hosted:
-        """Host a topic that a fold has made, or take its jobs as the fold has them now."""
+        """Host a topic that a follower's fold has made; of a hosted queue, take over the jobs as the fold has them."""
         hosted = self._by_id.get(topic.id)
         if topic.queue is not None:
             state, topic.queue = topic.queue.state(), Leases(topic)
@@ -145,7 +145,7 @@ class Catalog:
         return hosted
 
     def relocate(self, moved: Moved) -> None:
-        """Change the locations of durable frames that lie elsewhere now."""
+        """Change the locations of frames that the durable log has moved to another file, and publish the topics."""
         shift = moved.new_start - moved.start
         for hosted in self:
             ring = hosted.ring

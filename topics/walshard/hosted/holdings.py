@@ -1,7 +1,7 @@
-"""Counts of what a shard holds: topics, records, bytes, sessions; and claims of more of them.
+"""Counts of what a shard holds (topics, records, bytes, sessions), and claims against the service's quotas.
 
-These words of its cell are the shard's part of the whole service's figures: metrics add them up, and so do the quotas
-of api §11 (`shm/quotas.py`). While a group is prepared they also contain its claims, until `settle`.
+The shard publishes its counts in its cell. Metrics and the quotas of api §11 (`shm/quotas.py`) add up the cells of all
+shards. While a group is prepared, a cell also contains the group's claims; `settle` replaces them by the new counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from topics.shm.quotas import Quota
 
 
 class Holdings:
-    """One shard's figures, kept by adding and subtracting: no call costs the number of topics."""
+    """Owns one shard's counts. It only adds and subtracts, so no call takes longer with more topics."""
 
     def __init__(self, control: ControlPage, shard: int, settings: Settings) -> None:
         self._cell = cell = control.cell(Role.WALSHARD, shard)
@@ -42,17 +42,17 @@ class Holdings:
         self._queues += change if config.type == "queue" else 0
 
     def count_records(self, records: int, live_bytes: int) -> None:
-        """Count so many more than before, or fewer when negative."""
+        """Add to the counts of live records and their bytes; negative numbers subtract."""
         self._records += records
         self._live_bytes += live_bytes
 
     def count_leases(self, leases: int) -> None:
-        """Count so many more leases than before, or fewer when negative."""
+        """Add to the count of leases; a negative number subtracts."""
         self._leases += leases
         self._cell.set("leases_in_flight", self._leases)
 
     def settle(self) -> None:
-        """Set the cell to the counts. Claims are counted by now, or given up."""
+        """Publish the counts in the cell. Claims of the group are in the counts by now, or were given up."""
         cell = self._cell
         if self._topics_changed:
             self._topics_changed = False
@@ -72,9 +72,9 @@ class Holdings:
     # -- claims
 
     def claim_topic(self, admitted: bool) -> None:
-        """Claim one more topic; raises `throttled`. `release_topic` gives it back if the topic is never hosted."""
+        """Claim one more topic; raises `throttled` unless `admitted`. `release_topic` gives it back."""
         if admitted:
-            self._topics.release(-1)  # it is counted, even if there is no room
+            self._topics.release(-1)  # claims it even if there is no room
         else:
             self._claim(self._topics)
 
@@ -87,8 +87,8 @@ class Holdings:
         self._claim(self._sessions)
 
     def claim_bytes(self, gross: int, net: Callable[[], int]) -> int:
-        """Claim bytes for a write and return how many: `gross` if there is room, else `net()`, by which the service
-        grows once the topic's caps have made room. Raise `throttled`.
+        """Claim bytes for a write and return how many. It claims the write's `gross` bytes if there is room, else
+        `net()`: the growth once the topic's caps have evicted old records. Raise `throttled`.
         """
         if not self._bytes.most:
             return gross
@@ -106,7 +106,7 @@ class Holdings:
             raise quota.reached()
 
     def _require_all_known(self, quota: Quota) -> None:
-        """Raise `not_ready` while some shard has not recovered once in this service: its counts are unknown."""
+        """Raise `not_ready` while some shard has not recovered yet in this service, since its counts are unknown."""
         if quota.most:
             unknown = [cell for cell in self._every if not cell.get("generation")]
             if unknown:

@@ -16,7 +16,9 @@ from topics.walshard.hosted.topic_index import TopicIndex
 
 @dataclass(eq=False, slots=True)
 class Hosted:
-    """One topic of this shard. It owns the slot, to be published after every change; `watchers`: frontend → token."""
+    """One topic of this shard. It owns the topic's slot in the arena, and `publish` must follow every change.
+    `watchers` are the frontends that watch it: frontend → its token of the topic.
+    """
 
     _arena: ArenaWriter
     topic: Topic
@@ -24,7 +26,7 @@ class Hosted:
     _holdings: Holdings
     slot: int = field(init=False)
     ram_from_seq: int = field(init=False)
-    """First seq in RAM of an `ephemeral` topic: all records from there on are, and none before."""
+    """First seq that an `ephemeral` topic has in the RAM log; all records below are in the durable log or segments."""
     watchers: dict[int, int] = field(default_factory=dict)
     _shown_records: int = 0
     _shown_bytes: int = 0
@@ -33,7 +35,7 @@ class Hosted:
     _version: int = 1
     _table: tuple[int, int] = (0, 0)
     _table_version: int = 0
-    """Version of the list of segments that is published."""
+    """Version of the published list of segments."""
     _outdated: list[tuple[int, int]] = field(default_factory=list)
     """Former tables, to be freed once the topic is published again."""
 
@@ -52,12 +54,12 @@ class Hosted:
 
     @property
     def has_unlogged_floor(self) -> bool:
-        """Return whether records were evicted, and the log does not say so yet."""
+        """Return whether caps evicted records, but the log does not have the new floor yet."""
         return self.topic.evict_floor > self.topic.logged_floor
 
     @property
     def has_evicted_for_ram(self) -> bool:
-        """Return whether caps evicted durable records for ones in RAM unlogged: a reader of the log could not tell."""
+        """Return whether records in RAM evicted durable ones, unlogged so far: the durable log cannot show that."""
         is_ephemeral = self.topic.config.durability == "ephemeral"
         return is_ephemeral and self.has_unlogged_floor and self.topic.logged_floor < self.ram_from_seq
 
@@ -72,7 +74,7 @@ class Hosted:
         topic, ring = self.topic, self.index.ring
         self._count(topic.records, topic.live_bytes)
         if self.index.segments.version != self._table_version:
-            # Else the published table has all live segments, and some that were dropped.
+            # Without memory for a new table the old one stays: it has all live segments, and some dropped ones.
             with suppress(ArenaFullError):
                 self._take_up(self._arena.store_segments(self.index.segments))
         jobs = self.job_counts()
@@ -113,11 +115,11 @@ class Hosted:
         self._outdated.clear()
 
     def prepare_segments(self, segments: SegmentList) -> tuple[int, int]:
-        """Return a table of the segments to be, for `checkpointed` or `release`. Raise ArenaFullError."""
+        """Store a table of new segments; the caller passes it to `checkpointed` or `release`. Raise ArenaFullError."""
         return self._arena.store_segments(segments)
 
     def release(self, memory: tuple[int, int]) -> None:
-        """Free a table or a descriptor that is not needed. A table without segments takes no memory."""
+        """Free a table or a descriptor that is not needed. An empty table has no memory to free."""
         if memory[1]:
             self._arena.heap.free(*memory)
 
@@ -131,7 +133,7 @@ class Hosted:
             index.ring.shrink()
 
     def shrink_ring(self) -> None:
-        """Free memory of a ring that is hardly used any more. Between groups nobody has reserved room in it."""
+        """Free unused memory of the ring. Only to be called between groups, when nobody has reserved room in it."""
         ring = self.index.ring
         capacity = ring.capacity
         with suppress(ArenaFullError):
@@ -146,7 +148,7 @@ class Hosted:
         self._table_version = self.index.segments.version
 
     def publish_counts(self) -> None:
-        """Publish a queue if its counts have changed: claims and leases change nothing else."""
+        """Publish a queue if its counts have changed. Claims and leases change nothing else that readers see."""
         if self.job_counts() != self._shown_jobs:
             self.publish()
 
@@ -157,18 +159,18 @@ class Hosted:
         return (queue.ready, queue.in_flight, queue.scheduled, queue.dead_lettered)
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
-        """Return a new descriptor, for `configured` or `release`. Raise ArenaFullError."""
+        """Store a new descriptor; the caller passes it to `configured` or `release`. Raise ArenaFullError."""
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
 
     def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
-        """Take over a configuration that is logged, and on the disk with all before it."""
+        """Take over a configuration that is logged. A new durability class is on the disk with all before it."""
         self._arena.heap.free(*self._descriptor)
         self._descriptor = descriptor
         self._version += 1
         self._holdings.count_topic(self.topic.config, -1)
         self._holdings.count_topic(config, 1)
         if config.durability != self.topic.config.durability:
-            # Everything so far is in the durable log, and on the disk.
+            # The class changes only once everything so far is in the durable log and on the disk.
             self.ram_from_seq = self.topic.head_seq + 1
             self.topic.durable_seq = self.topic.head_seq
         self.topic.configured(config)
@@ -189,7 +191,7 @@ class Hosted:
         self._count(0, 0)
         self._holdings.count_leases(-self._shown_jobs[1])
         self._holdings.count_topic(self.topic.config, -1)
-        self.topic.queue = None  # the two name each other, which would leave both to the garbage collector
+        self.topic.queue = None  # breaks a reference cycle, which only a full garbage collection would find
         self.abandon()
 
     def _count(self, records: int, live_bytes: int) -> None:

@@ -1,10 +1,10 @@
-"""The files of segments as a shard uses them: entries of their indexes, deletions marked in them, their tags.
+"""A shard's use of segment files: it reads index entries and tags, and marks deletions.
 
-The compactor writes everything else in them. A shard marks a deletion at once when it is logged. The compactor syncs
-the marks before a snapshot takes them for done. A mark that an index could not take is kept and made later: until then
-this process knows of it, and no snapshot is made (`is_marked`). Where only the frame could not be marked, the mark in
-the index is enough. Nobody can read a record whose index is missing or too short, so no snapshot waits for that: a copy
-that is restored later has the marks of the copy.
+The compactor writes everything else in these files. The shard marks a deletion as soon as it is logged. The compactor
+syncs the marks before it makes a snapshot that relies on them. If an index cannot take a mark, the shard keeps the mark
+in memory and tries again; until then no snapshot is made (`is_marked`). If only the frame cannot be marked, the mark in
+the index is enough. If the index is missing or too short, nobody can read its records, so no snapshot waits for it: a
+copy that is restored later has the marks that it had when it was copied.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ log = get_logger()
 INDEXES_MAX: Final = 256
 _COUNTS_AT_ONCE: Final = 32
 _COUNTED_RECORDS_AT_ONCE: Final = 1 << 16
-"""Segments, and as a rule records, that are counted at once: some ms."""
+"""Records that one `count_some` counts, unless its first segment has more: some ms."""
 _WAIT_MAX: Final = 64
-"""Calls of `mark_again` before the next try, at most, where a try is not likely to help."""
+"""Calls of `mark_again` at most between two tries to mark deletions in a damaged segment."""
 _FOR_NOW: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
-"""Errors of the process, not of a file."""
+"""Errors that a lack of file descriptors or memory causes, and that say nothing about the file."""
 _DELETED_TABLE: Final = bytes(1 if flags & LOCATION_DELETED else 0 for flags in range(256))
 
 
 class SegmentKey(NamedTuple):
-    """One segment's files."""
+    """The key of one segment's files."""
 
     topic_id: int
     first_seq: int
@@ -59,9 +59,9 @@ class SegmentKey(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """Deleted records (ascending seqs) of a segment that are not marked everywhere. `holds_up`: snapshots wait for it.
+    """Deleted records (ascending seqs) of a segment that are yet to be marked. With `holds_up` snapshots wait for that.
 
-    It is tried again after `wait` calls of `mark_again`, of which `left` are still to come.
+    The next try comes after `wait` calls of `mark_again`, of which `left` are still to come.
     """
 
     info: SegmentInfo
@@ -72,12 +72,12 @@ class _Due(NamedTuple):
 
 
 class SegmentFiles:
-    """Uses the segment files of one shard. It owns the deletions that are yet to be marked. `tags` keeps up to
-    `tags_max` files of sealed segments open.
+    """Reads and marks the segment files of one shard. It owns the deletions that are yet to be marked. `tags` keeps up
+    to `tags_max` files of sealed segments open.
 
-    `entries`, `ts_at`, `live_size` and the marking raise nothing: floors must move past a damaged segment, and one
-    topic's damage must not end a shard. If an index cannot be read, its records count as live, of the segment's mean
-    length and latest time. Everything else raises OSError and CorruptSegment.
+    `entries`, `ts_at`, `live_size` and `mark` raise nothing: floors must move past a damaged segment, and one topic's
+    damage must not end a shard. Records of an unreadable index count as live, with the segment's mean length and its
+    latest time. All other methods raise OSError and CorruptSegment.
     """
 
     def __init__(self, fs: FileSystem, data_dir: str, tags_max: int) -> None:
@@ -86,19 +86,19 @@ class SegmentFiles:
         self.tags = SegmentTags(data_dir, tags_max)
         self._indexes: OrderedDict[SegmentKey, CommittedFile] = OrderedDict()
         self._sizes: dict[SegmentKey, tuple[int, int]] = {}
-        """(records, bytes) that live in whole sealed segments: floors that move far cost no look at each record."""
+        """(live records, their bytes) of whole sealed segments, so that floors can move far without a look at each."""
         self._uncounted: dict[SegmentKey, SegmentInfo] = {}
         self._all_deleted: set[SegmentKey] = set()
-        """Sealed segments that are known to be: no record of them comes back."""
+        """Sealed segments whose records are all known to be deleted, which none of them ceases to be."""
         self._due: dict[tuple[int, int], _Due] = {}
         """Deletions to be marked, by topic id and first seq of the segment."""
         self._unreadable: set[SegmentKey] = set()
-        """Segments that could not be read, each of which is logged once."""
+        """Segments that could not be read. Each was logged once."""
 
     # -- reading
 
     def entries(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> array[int]:
-        """Return entries of that segment as `RecordIndex.entries` does: `len` is that of the log frame."""
+        """Return index entries of these seqs as `RecordIndex.entries` does. Lengths are those of the log frames."""
         part = self._readable_part(topic_id, info, first_seq, last_seq)
         if part is None:
             return _estimated(info, first_seq, last_seq)
@@ -117,7 +117,7 @@ class SegmentFiles:
         return ts
 
     def live_size(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
-        """Return (records, bytes in the log) neither deleted nor lost. Sizes of sealed segments are mostly known."""
+        """Return (records, bytes in the log) neither deleted nor lost. Sizes of whole sealed segments are kept."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         is_whole = bool(info.flags & SEALED) and (first_seq, last_seq) == (info.first_seq, info.last_seq)
         known = self._sizes.get(key) if is_whole else None
@@ -134,11 +134,11 @@ class SegmentFiles:
         return size
 
     def is_readable(self, topic_id: int, info: SegmentInfo) -> bool:
-        """Return False once a part of it could not be read, or was damaged: its sizes may be estimates."""
+        """Return False once a part of the segment was unreadable or damaged: its sizes may be estimates then."""
         return SegmentKey(topic_id, info.first_seq, info.version) not in self._unreadable
 
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
-        """Return the live ones of these seqs (ascending, in that segment), and their bytes in the log."""
+        """Return those of these seqs (ascending, all in the segment) that live, and their bytes in the log."""
         first = seqs[0]
         unmarked = set(self._unmarked_between(topic_id, info, first, seqs[-1]))
         with memoryview(self._part(topic_id, info, first, seqs[-1])).cast("I") as words:
@@ -169,18 +169,18 @@ class SegmentFiles:
         return sorted({*found, *self._unmarked_between(topic_id, info, info.first_seq, info.last_seq)})
 
     def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
-        """Return a reader of index and frames; not of a cold segment."""
+        """Return a reader of index and frames. The segment must not be cold."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
 
     def sealed(self, topic_id: int, info: SegmentInfo) -> None:
-        """Note a sealed segment: its live records will be counted."""
+        """Note a sealed segment, whose live records `count_some` will count."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         if key not in self._sizes:
             self._uncounted[key] = info
 
     def drop_replaced(self) -> None:
-        """Close indexes that were replaced by a copy meanwhile. To be called now and then."""
+        """Close indexes whose files a restored copy has replaced. To be called now and then."""
         for key in [key for key, idx in self._indexes.items() if not idx.has_its_name]:
             del self._indexes[key]
 
@@ -197,7 +197,7 @@ class SegmentFiles:
     # -- marking
 
     def mark(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> None:
-        """Mark records of the segment (ascending seqs) as deleted."""
+        """Mark records of the segment (ascending seqs) as deleted, now or, if a file cannot be written, later."""
         if not seqs:
             return
         self._subtract(topic_id, info, seqs)
@@ -213,7 +213,7 @@ class SegmentFiles:
             self._log_unreadable(topic_id, info, error)
             self._due[place] = _later(info, seqs, due)
         except OSError as error:
-            if due is None or not due.holds_up:  # it is tried again every second
+            if due is None or not due.holds_up:  # logs the first failure only: a new try follows every second
                 log.error("deletions could not be marked in a segment", error=str(error), records=len(seqs))
             self._due[place] = _Due(info, list(seqs), True)
         else:
@@ -223,17 +223,17 @@ class SegmentFiles:
                 self._due[place] = _later(info, seqs, due)
 
     def replaced(self, topic_id: int, old: SegmentInfo, new: SegmentInfo) -> None:
-        """Note that the segment is another file now, or longer. Deletions in the old file are marked in the new one."""
+        """Note that the segment has a new file, or is longer. Mark the deletions of the old file in the new one."""
         if new.version != old.version:
             try:
                 seqs = self.deleted(topic_id, old)
             except FileNotFoundError:
-                seqs = []  # read back from the log: all this was done before the old files went
+                seqs = []  # happens in recovery: the old files were removed after this was done in a former life
             except (OSError, CorruptSegment) as error:
                 if isinstance(error, OSError) and error.errno in _FOR_NOW:
                     raise
-                # Read back from the log as well: `SegmentHandover` has just read it otherwise. The new version was made
-                # from it, and later deletions in the log are due, since this file could not take them.
+                # This happens only in recovery, since `SegmentHandover` reads the old file first. The new version was
+                # made from the old one. Later deletions are in the log and still due: the old file could not take them.
                 self._log_unreadable(topic_id, old, error)
                 seqs = []
             self.forget(topic_id, old, with_marks=False)
@@ -265,15 +265,15 @@ class SegmentFiles:
 
     @property
     def is_marked(self) -> bool:
-        """Return whether all deletions are marked in the indexes that exist."""
+        """Return whether all deletions for which snapshots wait are marked."""
         return not any(due.holds_up for due in self._due.values())
 
     def is_marked_of(self, topic_id: int) -> bool:
-        """Return whether all deletions of one topic are marked."""
+        """Return whether all deletions of one topic for which snapshots wait are marked."""
         return not any(due.holds_up for (id, _), due in self._due.items() if id == topic_id)
 
     def _subtract(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> None:
-        """Subtract records from a known size, before they are marked."""
+        """Subtract records from the kept size of a segment, before they are marked."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         known = self._sizes.pop(key, None)
         if known is None:
@@ -281,7 +281,7 @@ class SegmentFiles:
         try:
             live, size_bytes = self.pick_live(topic_id, info, seqs)
         except (OSError, CorruptSegment):
-            return  # it is counted again, or estimated
+            return  # the next `live_size` counts the segment again, or estimates
         self._sizes[key] = known[0] - len(live), known[1] - size_bytes
 
     # -- files
@@ -325,13 +325,15 @@ class SegmentFiles:
 
 
 def _later(info: SegmentInfo, seqs: Sequence[int], before: _Due | None) -> _Due:
-    """Return deletions to be marked later, each time later, for which no snapshot waits."""
+    """Return deletions to be marked later, for which no snapshot waits. The wait doubles with each try."""
     wait = min(_WAIT_MAX, 2 * before.wait or 1) if before is not None else 0
     return _Due(info, list(seqs), False, wait, wait)
 
 
 def _live_size(part: bytes, first_seq: int, unmarked: list[int], data_bytes: int | None) -> tuple[int, int]:
-    """Return (records, bytes) that live in index entries from `first_seq` on; `data_bytes` are those of a whole one."""
+    """Return (live records, their bytes in the log) of index entries from `first_seq` on. `data_bytes` is the length of
+    the segment's frames if the entries are of a whole segment, else None.
+    """
     live = bytearray(part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(IS_LIVE))
     for seq in unmarked:
         live[seq - first_seq] = 0

@@ -1,4 +1,4 @@
-"""The tags of sealed segments, from their postings, or from their frames where those are damaged."""
+"""The tags of sealed segments. They come from postings files, or from the frames if the postings are damaged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from topics.storage.segment_reader import SegmentReader
 log = get_logger()
 
 _FILES_MAX: Final = 16384
-"""Postings that stay open at most. Each delete by tag asks those of all sealed segments of its topic: if these were
-more, every one would be opened and checked again each time.
+"""Postings that stay open at most. A delete by tag asks the postings of all sealed segments of its topic. If a topic
+had more segments than this, each delete would open and check every one again.
 """
 
 
@@ -37,20 +37,20 @@ class SegmentTags:
         self._data_dir = data_dir
         self._files_max = files_max
         self._open: OrderedDict[tuple[int, int, int], Postings] = OrderedDict()
-        """By topic id, first seq and version of a segment."""
+        """Open postings, by topic id, first seq and version of a segment; the latest used last."""
 
     def find(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
         """Return the seqs of a sealed segment's records with a matching tag, ascending; some may be deleted meanwhile.
 
-        Missing or damaged postings are made again from the frames. Raise CorruptPostings or FileNotFoundError when
-        these are cold or damaged, too, or the postings are of another release; OSError when they cannot be read now,
-        with too few open files for example; CorruptSegment.
+        Missing or damaged postings are made again from the frames. Raise FileNotFoundError or CorruptPostings if the
+        frames are not here, too, or the postings are of another release; CorruptSegment if the frames are damaged;
+        OSError if a file cannot be read now, for example with too many open files.
         """
         postings = self._postings(topic_id, info)
         try:
             return postings.find(match)
         except CorruptSegment:
-            # It was whole when it was opened. Its name may be that of another file by now, or of a damaged one.
+            # The file was whole when it was opened. It may have been damaged or replaced since: open it again.
             self.forget(topic_id, info)
             return self._postings(topic_id, info).find(match)
 
@@ -77,7 +77,7 @@ class SegmentTags:
 
 
 def _of_frames(directory: str, info: SegmentInfo, error: FileNotFoundError | CorruptPostings) -> Postings:
-    """Return postings in memory, since the file is the compactor's. Every frame with a tag is checked."""
+    """Return postings made from the frames. They stay in memory: only the compactor writes postings files."""
     try:
         reader = SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""The records of a topic that have a tag, wherever they are, for deletes by tag (`deletes.py`).
+"""The search for a topic's records by tag, wherever they are, for deletes by tag (`deletes.py`).
 
-Records in sealed segments are found by their postings. All others, in the active segment and in the logs, are in the
-topic's `TagIndex`, which catches up when it is asked.
+Records in sealed segments are found by the segments' postings. All others (the tail: the active segment and the logs)
+are in the topic's `TagIndex`, which catches up when a delete asks.
 
-A delete with many matches, or many records to look at, must not hold up other requests: one turn of the shard finds a
-bounded number, and the next turn goes on from there.
+A delete with many matches, or many records to look at, must not hold up other requests. So one turn of the shard finds
+a bounded number, and the next turn goes on from there.
 """
 
 from __future__ import annotations
@@ -31,38 +31,40 @@ from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.topic_index import TopicIndex
 
 FOUND_MAX: Final = 2048
-"""Matches of one turn: to delete so many takes some 4 ms."""
+"""Matches that one turn finds at most: to delete them takes some 4 ms."""
 TURN_MS: Final = 5
-"""Time that a turn looks for them, and a step more."""
+"""Time after which a turn begins no other step of the search."""
 CATCH_UP_RECORDS: Final = 1024
 """Records indexed between two looks at the clock."""
 GATHERED_RECORDS: Final = 8192
 """Records gathered from an index between two looks at the clock."""
 LEFT_MAX: Final = 16
-"""Deletes whose matches are kept between turns. One more finds its own again each turn until one of these is done: if
-it took the place of the oldest, each of them would lose its own before its next turn.
+"""Searches whose matches are kept between turns at most. A further search finds its matches again in each turn. It does
+not replace the oldest: with many searches, each would then lose its matches before its next turn.
 """
 _KEPT_MS: Final = 10_000
 IDLE_RECORDS: Final = 512
-"""Records indexed in an idle turn at most, for which a request may have to wait; fewer where they lie far apart."""
+"""Records that an idle turn indexes at most, while a request may have to wait; fewer if they lie far apart."""
 READS_MAX: Final = 16
-"""Reads of one piece, for which a request may have to wait."""
+"""Reads of log files that one call of `FrameTags.tagged` does at most, while a request may have to wait."""
 _RUN_BYTES: Final = 1 << 18
 _NEAR_BYTES: Final = 1 << 14
-"""Bytes between two frames that one read may cover."""
+"""Widest gap between two frames that one read covers."""
 _HEAD_BYTES: Final = HEADER_LEN + NODE_MAX_BYTES + TAG_MAX_BYTES
-"""Bytes from the beginning of a frame within which its tag is."""
+"""Bytes at the beginning of a frame that are sure to contain its tag."""
 _FILES_MAX: Final = 8
 _TAGGED_BIT: Final = LOCATION_HAS_TAG << FLAGS_SHIFT
 _WANTED_BITS: Final = _TAGGED_BIT | LOCATION_GONE << FLAGS_SHIFT
 
 
 _Place = tuple[int, int, int, int]
-"""(seq, file bits of its location, offset of the frame, offset behind its tag)."""
+"""(seq, file bits of the record's location, offset of its frame, offset behind the frame's tag)."""
 
 
 class _Matches(msgspec.Struct):
-    """Matches in one place, ascending once `complete`; until then those of the tags before `next_tag`."""
+    """Matching seqs in one segment or in the tail. They are ascending once `complete`; until then they are the matches
+    of the tags before `next_tag`.
+    """
 
     seqs: list[int]
     complete: bool
@@ -79,13 +81,13 @@ class TagSearch:
         self._frames = frames
         self._clock = clock
         self._left: dict[tuple[object, ...], _Matches] = {}
-        """Matches that a turn found and did not return, by search and place, for the next turn."""
+        """Matches that a turn found but had no room to return, kept for the next turn, by search and place."""
 
     def find(
         self, topic: Topic, index: TopicIndex, match: Match, first_seq: int, last_seq: int
     ) -> tuple[list[int], int]:
-        """Find matches in first_seq..last_seq (none below `earliest_seq`), as far as one turn has time. Return all seqs
-        below another seq, and that; some may be deleted already.
+        """Find matches in first_seq..last_seq, as far as one turn goes. Return (seqs, next_seq): all matches below
+        next_seq, ascending. Some may be deleted already, but none is below `earliest_seq`.
         """
         ends_ms = self._clock.monotonic_ms() + TURN_MS
         found: list[int] = []
@@ -112,18 +114,18 @@ class TagSearch:
         return found, last_seq + 1
 
     def drop_unused(self) -> None:
-        """Drop matches for which no turn came. To be called now and then."""
+        """Drop matches that no search has taken for a while. To be called now and then."""
         now_ms = self._clock.monotonic_ms()
         for key in [key for key, matches in self._left.items() if now_ms - matches.kept_ms > _KEPT_MS]:
             del self._left[key]
 
     def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
-        """Index some new records up to `last_seq` of a topic with a delete by tag. False if there are none."""
+        """Index some new records up to `last_seq` if the topic has a tag index. False if there are none."""
         tags = topic.tags
         if tags is None:
             return False
         open_seq = _open_seq(topic, index)
-        tags.forget_below(open_seq)  # also if no records come any more
+        tags.forget_below(open_seq)  # frees memory even if no new records come
         if tags.next_seq > last_seq:
             return False
         first_seq = max(tags.next_seq, open_seq)
@@ -133,7 +135,7 @@ class TagSearch:
     def _take(
         self, found: list[int], key: tuple[object, ...], matches: _Matches, first_seq: int, last_seq: int
     ) -> bool:
-        """Add `matches` to `found`. False if there is room for some only; then they are kept for the next turn."""
+        """Add `matches` to `found`. False if there is not room for all; then they are kept for the next turn."""
         seqs = matches.seqs
         start, end = bisect_left(seqs, first_seq), bisect_right(seqs, last_seq)
         room = FOUND_MAX - len(found)
@@ -159,7 +161,7 @@ class TagSearch:
         ends_ms: int,
     ) -> bool:
         """Gather all matches in the tail. False if it needs another turn."""
-        # It may have started over since the last turn.
+        # The tag index may have started over since the last turn.
         tags = self._caught_up(topic, index, open_seq, last_seq, ends_ms)
         if tags is None:
             return False
@@ -170,7 +172,7 @@ class TagSearch:
             matches.seqs += seqs
             if self._clock.monotonic_ms() >= ends_ms and matches.next_tag < len(matches.tags):
                 return False
-        matches.seqs.sort()  # runs, each sorted
+        matches.seqs.sort()  # fast: they are a few sorted runs
         matches.tags = []
         matches.complete = True
         return True
@@ -178,7 +180,7 @@ class TagSearch:
     def _in_segment(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
         if info.flags & SEALED:
             return self._files.tags.find(topic_id, info, match)
-        # Damaged, and gone on with in the next: its frames must tell, or say where they are damaged.
+        # An unsealed segment before sealed ones was damaged. It has no postings: read its frames, which may raise.
         return [seq for seq, tag in self._files.reader(topic_id, info).tagged() if match.covers(tag)]
 
     def _caught_up(
@@ -203,7 +205,7 @@ class TagSearch:
     def _tagged(
         self, topic: Topic, index: TopicIndex, first_seq: int, last_seq: int
     ) -> tuple[list[tuple[int, bytes]], int]:
-        """Return tags as a `tags.TagsOf` does."""
+        """Return (seq, tag) of tagged records in segments and logs, and the seq up to which these are all."""
         found: list[tuple[int, bytes]] = []
         base_seq = index.ring.base_seq
         if first_seq < base_seq:
@@ -236,9 +238,8 @@ class FrameTags:
     def tagged(
         self, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int
     ) -> tuple[list[tuple[int, bytes]], int]:
-        """Return (seq, tag) of tagged records among these, all in the ring, and the seq up to which these are all: as
-        far as `READS_MAX` reads go. Neighbours in a file are read with one call. Raise OSError when a log cannot be
-        read.
+        """Return (seq, tag) of tagged records among these seqs, which are all in the ring, as far as `READS_MAX` reads
+        go, and the last seq that was looked at. One read covers neighbours in a file. Raise OSError.
         """
         entries = ring.entries(first_seq, last_seq)
         wanted = [
@@ -263,7 +264,7 @@ class FrameTags:
         file_no = file & LOW_WORD
         buffer = self._fs.pread(self._fd((file >> FLAGS_SHIFT, file_no)), end - begin, begin)
         if len(buffer) < end - begin:
-            # The file was cut in place.
+            # The file is shorter than its locations say: something cut it in place.
             raise OSError(errno.EIO, f"log file {file_no} ends at {begin + len(buffer)}, before {end}")
         for seq, _, offset, _ in run:
             at = offset - begin
@@ -282,7 +283,7 @@ class FrameTags:
 
 
 def _run_end(places: list[_Place], at: int) -> int:
-    """Return the index behind the last place that one read covers, from the one at `at` on."""
+    """Return the index behind the last place that one read covers if it begins with the place at `at`."""
     _, first_file, first_offset, end_offset = places[at]
     for end in range(at + 1, len(places)):
         _, file, offset, head_end = places[end]

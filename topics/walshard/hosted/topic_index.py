@@ -1,6 +1,5 @@
-"""A topic's record index in its shard: the segments' indexes on the disk, then the location ring in memory.
-
-`ring.base_seq` is the first seq that readers find in the ring; every live record before it is in a segment.
+"""A topic's record index in its shard: older entries are in the segments' indexes on the disk, newer ones in the
+location ring in memory. Readers find seqs from `ring.base_seq` on in the ring; live records below are in segments.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CHUNK_ENTRIES: Final = 8192
 
 
 class TopicIndex:
-    """The `core.record_index.RecordIndex` of a hosted topic. It owns the ring."""
+    """The `core.record_index.RecordIndex` of a hosted topic. It owns the location ring and the list of segments."""
 
     __slots__ = ("_files", "copied_seq", "ring", "segments", "topic_id")
 
@@ -43,8 +42,8 @@ class TopicIndex:
         self.segments = SegmentList()
         self._files = files
         self.copied_seq = U64_MAX
-        """Seq up to which every router of this topic has copied it. Entries behind it stay in the ring, also of records
-        that were evicted or deleted, until they are copied or the next checkpoint passes them.
+        """Seq up to which every router has copied this topic; U64_MAX without routers. Later entries stay in the ring
+        until they are copied or a checkpoint passes them, even if their records were evicted or deleted.
         """
 
     @property
@@ -169,7 +168,7 @@ class TopicIndex:
                 self._files.sealed(self.topic_id, info)
         if self.segments.last_seq < ring.base_seq:
             return
-        # The compactor may have copied them before they were deleted.
+        # Records may have been deleted after the compactor copied them: mark these in the segments.
         last_seq = min(self.segments.last_seq, ring.next_seq - 1)
         if last_seq >= ring.base_seq:
             entries = ring.entries(ring.base_seq, last_seq)
@@ -181,8 +180,8 @@ class TopicIndex:
             ring.skip_to(self.segments.last_seq + 1)
 
     def deleted_from(self, seq: int) -> Iterator[Sequence[int]]:
-        """Yield the seqs from `seq` on (ascending) that segments have as deleted, segment by segment. A segment that
-        cannot be read is passed over.
+        """Yield the seqs from `seq` on (ascending) that are deleted in segments, segment by segment. A segment that
+        cannot be read is left out.
         """
         for info in self.segments.between(seq, self.segments.last_seq):
             with suppress(OSError, CorruptSegment):
@@ -191,7 +190,7 @@ class TopicIndex:
                     yield seqs
 
     def flag_moved(self, seqs: Sequence[int]) -> None:
-        """Mark deleted records (ascending seqs) in the segments that have them by now, whatever was marked before."""
+        """Mark deleted records (ascending seqs) in the segments that have them now, even if they were marked before."""
         for info, part in self.segments.having(seqs):
             self._files.mark(self.topic_id, info, part)
 
@@ -210,10 +209,11 @@ class TopicIndex:
             self.ring.skip_to(seq)
 
     def _by_segment(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo | None, Sequence[int]]]:
-        """Yield the seqs by segment, None for the ring.
+        """Yield the seqs by segment; None stands for the ring.
 
-        Seqs below the ring that no segment has are deleted, and left out: the segments of a snapshot are made after its
-        place in the log, and may lack records whose deletion comes later in the log.
+        Seqs below the ring that no segment has are left out: their records are deleted. This happens in recovery: a
+        snapshot's segments are made later than its place in the log, so they may lack records that the log deletes
+        behind that place.
         """
         in_ring = bisect_left(seqs, self.ring.base_seq)
         yield from self.segments.having(seqs[:in_ring])

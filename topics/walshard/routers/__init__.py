@@ -1,1 +1,1 @@
-"""Routers: what a shard copies from topics to topics, its own and other shards'."""
+"""Routers: a shard copies records of any shard's topics into its own topics."""

@@ -1,7 +1,7 @@
-"""Reads from the cold tier for routers, in threads of their own: a tier that is slow, hangs or fails holds up one
-router and nothing else of its shard.
+"""Reads from the cold tier for routers, each in a thread of its own. A tier that is slow, hangs or fails holds up one
+router, and nothing else of its shard.
 
-Nobody waits here. A router whose bytes are not read yet tries again later, as with anything it has to wait for.
+Nothing here blocks. A router whose bytes are not read yet tries again later, as with anything it has to wait for.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import msgspec
 from topics.storage.segment_store import SegmentSource
 
 READ_BYTES: Final = 2 << 20
-"""Bytes of one read, or those that are asked for if they are more: a router pages through a segment."""
+"""Bytes that one read takes, unless more are asked for: a router will page through the segment."""
 KEPT_READS: Final = 8
 IN_FLIGHT_MAX: Final = 4
 """Reads under way at most. A read that hangs keeps its thread and its place."""
 FAILURE_KEPT_MS: Final = 10_000
-"""A router that does not ask in this time has ended, or its source has other segments. A later one reads again."""
+"""Time for which a failure is kept. If no router asks meanwhile, none needs the bytes now; a later one reads again."""
 FRESH_MS: Final = 1000
-"""Bytes that came no longer ago are not read again for being damaged."""
+"""Age up to which bytes that turn out to be damaged are not read again."""
 
 
 class UnknownError(Exception):
-    """Nobody can tell now: a shard recovers, a topic has just changed, or bytes are being read. Ask again."""
+    """No answer yet: a shard recovers, a topic has just changed, or bytes are being read. The caller asks again."""
 
 
 class _ThreadRead(msgspec.Struct):
@@ -48,11 +48,13 @@ class ColdReads:
         self._kept: OrderedDict[tuple[str, int], tuple[bytes, int]] = OrderedDict()
         """Bytes that were read, and the monotonic ms at which they came; the latest used last."""
         self._failed: dict[tuple[str, int], tuple[Exception, int]] = {}
-        """Reasons, and the monotonic ms at which they were seen; the oldest first."""
+        """Errors of failed reads, and the monotonic ms at which they came; the oldest first."""
         self._reads: dict[tuple[str, int], _ThreadRead] = {}
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
-        """Return bytes start..end of an object. Raise UnknownError as yet, OSError or ValueError if unreadable."""
+        """Return bytes start..end of an object. Raise UnknownError until they are read, OSError or ValueError if they
+        cannot be. `data_bytes` is the object's length.
+        """
         self._take_finished()
         for (kept_name, offset), (content, _) in self._kept.items():
             if kept_name == name and offset <= start and end <= offset + len(content):
@@ -67,12 +69,12 @@ class ColdReads:
         if key not in self._reads and len(self._reads) < IN_FLIGHT_MAX:
             length = min(data_bytes - start, max(end - start, READ_BYTES))
             read = self._reads[key] = _ThreadRead(name, start, length)
-            # A daemon: the end of the process does not wait for a tier that hangs.
+            # The process must not wait for a hanging tier when it ends, so the thread is a daemon.
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
         raise UnknownError
 
     def forget(self, name: str, at: int) -> None:
-        """Have a damaged part of an object read again: it may have been restored. Bytes that just came are kept."""
+        """Have a damaged part of an object read again, since it may be restored, unless its bytes have just come."""
         old_ms = self._monotonic_ms() - FRESH_MS
         for key, (content, since_ms) in list(self._kept.items()):
             if key[0] == name and key[1] <= at < key[1] + len(content) and since_ms <= old_ms:

@@ -1,7 +1,7 @@
-"""The next write of a router's dest: a page of copies with its cursor, or a gap, or a reason to wait.
+"""The next write into a router's dest: a page of copies with its cursor, or a gap, or a reason to wait.
 
-Copies and cursor are one atomic write of the dest's own log. So after any end of a process the dest has a copy and the
-cursor behind it, or neither: no copy is made twice, and every seq stays what readers have seen.
+Copies and cursor are one atomic write to the log of the dest. So after a crash the dest has a copy and the cursor
+behind it, or neither. No copy is made twice, and every seq keeps the record that readers have seen.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ log = get_logger()
 WAIT_FIRST_MS: Final = 10
 WAIT_LONGEST_MS: Final = 1_000
 LOG_CURSOR_SEQS: Final = 16_384
-"""Seqs that a cursor may be ahead of the log while no router lets a record pass."""
+"""Seqs by which a cursor may be ahead of its last logged value while no router lets a record pass."""
 
 
 class CopyWrite(NamedTuple):
-    """The next write of a dest, for the durable log and the RAM log; `moves_head` if the dest's head moves with it.
+    """The next write into a dest, for the durable log and the RAM log. `moves_head` says whether the dest's head moves.
     `records` of the source were looked at for it, and `size_bytes` copied.
     """
 
@@ -59,7 +59,9 @@ class CopyWrite(NamedTuple):
 
 @dataclass(eq=False)
 class Copier:
-    """Makes the writes of one shard's feeds. A write changes its feed once it is logged; a refused one has it wait."""
+    """Makes the writes of one shard's feeds. A write changes its feed once it is logged. If it is refused, the feed
+    waits.
+    """
 
     _originals: Originals
     _claim_bytes: Callable[[int, Callable[[], int]], int]
@@ -67,8 +69,8 @@ class Copier:
     _clock: Clock
 
     def next_write(self, feed: Feed, sight: TopicView) -> CopyWrite | None:
-        """Return what the log of the dest gets next. None when the feed is at the head of its source, or must wait:
-        `feed.retry_ms` says until when, `feed.hindrance` why.
+        """Return the next write into the dest. None when the feed is at the head of its source, or must wait:
+        `feed.retry_ms` says until when, `feed.hindrance` why. `sight` is the source.
         """
         feed.source_head_seq = sight.head_seq
         feed.repeats_to_seq = min(feed.repeats_to_seq, sight.head_seq)
@@ -86,13 +88,13 @@ class Copier:
             last_seq = min(floor - 1, sight.evict_floor - 1, sight.head_seq)
             return self._lost(feed, last_seq, EvictReason(sight.evict_reason))
         if first_seq < floor:
-            # Records that were deleted before they were copied: nobody misses them (api §5).
+            # These records were deleted before they were copied: the dest gets no gap for them (api §5).
             return self._cursor(feed, min(floor - 1, sight.head_seq))
         return self._copies(feed, sight, first_seq)
 
     def source_ended(self, feed: Feed) -> CopyWrite | None:
-        """Return a gap for what waited when the source was deleted or replaced; None when nothing did."""
-        # Nobody knows how many records waited before the service started.
+        """Return a gap for records that waited when the source was deleted or replaced; None when none did."""
+        # How many waited before the service started is unknown; a full dest missed at least one.
         waiting = max(feed.uncopied, int(feed.full))
         if not waiting:
             return None
@@ -101,7 +103,7 @@ class Copier:
         return self._gap(feed, last_seq, waiting, EvictReason.SOURCE_TRIM, full=False)
 
     def wait(self, feed: Feed, hindrance: Hindrance = Hindrance.LASTING) -> None:
-        """Have a feed wait that cannot go on now: each time longer."""
+        """Have a feed wait, each time in a row twice as long as before, up to WAIT_LONGEST_MS."""
         feed.hindrance = hindrance
         feed.retry_ms = self._clock.monotonic_ms() + doubled_ms(WAIT_FIRST_MS, feed.failures, WAIT_LONGEST_MS)
         feed.failures += 1
@@ -125,7 +127,7 @@ class Copier:
             self.wait(feed, _unless_full(feed, Hindrance.SOURCE))
             return None
         except (OSError, ValueError) as error:
-            if feed.unreadable != (reason := str(error)):  # said once, however many ask
+            if feed.unreadable != (reason := str(error)):  # logged once, however often the feed tries
                 feed.unreadable = reason
                 log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=reason)
             self.wait(feed, _unless_full(feed, Hindrance.LASTING))
@@ -147,8 +149,8 @@ class Copier:
     def _page(self, feed: Feed, sight: TopicView, first_seq: int, locations: SourceLocations) -> CopyPage:
         wanted = feed.source, sight.topic_id, first_seq, locations
         originals = self._originals.read(*wanted)
-        if feed.topic.config.discard != "reject":  # else there may be room for a few only
-            with suppress(OSError, ValueError):  # a record is damaged: those before it can be read
+        if feed.topic.config.discard != "reject":  # a `reject` dest may have room for a few only, read one by one
+            with suppress(OSError, ValueError):  # a record is damaged: read those before it, below
                 copies = self._originals.copies(*wanted)
                 if pass_unchanged(feed.routers, feed.source_seq, feed.repeats_to_seq):
                     return CopyPage.unchanged(feed.source_seq, copies, feed.routers[0].router)
@@ -196,33 +198,33 @@ class Copier:
     # -- what is not copied
 
     def _cursor(self, feed: Feed, source_seq: int, full: bool | None = None) -> CopyWrite:
-        """Return a write that moves the cursor, and nothing of the dest."""
+        """Return a write that moves only the cursor."""
         write = feed.cursor_write(feed.body(source_seq, full), self._clock.now_ms())
         write.undo = partial(self.wait, feed)
         return CopyWrite(feed, [write], [])
 
     def _lost(self, feed: Feed, last_source_seq: int, reason: EvictReason) -> CopyWrite | None:
-        """Return a gap for records that the source lost before they were copied, with a seq for each. It has one seq
-        for all when an `ephemeral` source or the end of its log was lost: nobody knows how many there were.
+        """Return a gap for records that the source lost before they were copied, with a seq for each. The gap has one
+        seq for all of them if a restart or a lost end of the log took them: their number is unknown.
         """
         if reason == EvictReason.SOURCE_TRIM and any(one.router.counts_hops for one in feed.routers):
-            # A gap has no count of hops, so the router that closes a cycle ends each that came by a router.
+            # A gap has no count of hops, so it would go around a cycle for ever: write none here.
             return self._cursor(feed, last_source_seq)
         is_unknown = reason in (EvictReason.RESTART, EvictReason.LOST_TAIL, EvictReason.RESTORED)
         if is_unknown:
             is_said, feed.lost_to_seq = feed.lost_to_seq == feed.source_seq, last_source_seq
             if is_said:
-                return self._cursor(feed, last_source_seq)  # the next page of the same loss
+                return self._cursor(feed, last_source_seq)  # the last gap stands for this page of the loss, too
         if min(room(feed.topic)) <= 0:
-            self.wait(feed, Hindrance.NONE)  # more may follow until there is room
+            self.wait(feed, Hindrance.NONE)  # the gap may grow until there is room for it
             return None
         count = 1 if is_unknown else last_source_seq - feed.source_seq
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)
 
     def _left_out(self, feed: Feed, copies: int) -> CopyWrite | None:
-        """Return a gap for the next record, whose copies are more than the dest may ever hold: waiting for room would
-        end the router. It is as if they had been appended and evicted at once, as by a dest that discards old ones.
+        """Return a gap for the next record, whose copies are more than the dest can ever hold: the router would wait
+        for room for ever. Readers see the same as if the copies had been appended and evicted at once.
         """
         write = self._gap(feed, feed.source_seq + 1, copies, EvictReason.CAP)
         if write is None:
@@ -243,7 +245,7 @@ class Copier:
     def _gap(
         self, feed: Feed, last_source_seq: int, count: int, reason: EvictReason, full: bool | None = None
     ) -> CopyWrite | None:
-        """Return a write of a gap: the next `count` seqs of the dest, for the source up to `last_source_seq`."""
+        """Return a write that makes the next `count` seqs of the dest a gap, for the source up to `last_source_seq`."""
         try:
             feed.hosted.ring.reserve(count)
         except ArenaFullError:
@@ -258,7 +260,7 @@ class Copier:
             topic.skipped(topic.head_seq + count, reason)
 
         write.apply, write.undo = apply, partial(self.wait, feed)
-        if feed.is_ephemeral:  # no record in RAM tells of these seqs
+        if feed.is_ephemeral:  # no record in the RAM log shows that these seqs are used
             heads = [head_write(topic, topic.head_seq + count, now_ms)]
         else:
             heads = ceiling_writes(topic, count, now_ms)
@@ -272,27 +274,29 @@ class Copier:
 
 
 def _unless_full(feed: Feed, hindrance: Hindrance) -> Hindrance:
-    """Return NONE for a full dest: it misses nothing. A full queue may drop jobs, so it is not known to be full."""
+    """Return NONE for a full dest, which could take nothing anyway, else `hindrance`. A queue never counts as full: it
+    may drop acknowledged jobs.
+    """
     is_full = feed.topic.queue is None and (feed.has_no_room() or min(room(feed.topic)) <= 0)
     return Hindrance.NONE if is_full else hindrance
 
 
 def _must_be_logged(feed: Feed, sight: TopicView, source_seq: int) -> bool:
-    """Return whether a cursor that moved without a copy must be logged. A restart goes on from the last one in the log:
-    it must not read too much again, nor take for a loss what the source has evicted since.
+    """Return whether a cursor that moved without a copy must be logged. A restart goes on from the last logged cursor.
+    It must not read too much again, nor report evicted records as lost that no router let pass.
     """
     behind = source_seq - feed.logged_source_seq
     return behind >= LOG_CURSOR_SEQS or (behind > 0 and sight.evict_floor > feed.logged_source_seq + 1)
 
 
 def _leading_gone(locations: SourceLocations, gone_flags: int, first_seq: int, evict_floor: int) -> tuple[int, bool]:
-    """Return how many of the first records cannot be copied, and whether they were deleted; else they were lost."""
+    """Return (how many of the first records cannot be copied, whether they were deleted rather than lost)."""
     count, were_deleted = 0, False
     for offset_len, word in zip(locations.offset_len, locations.file_flags, strict=True):
         flags = word >> FLAGS_SHIFT
         if not flags & gone_flags:
             break
-        # A segment has neither frame nor reason of a record that was deleted before it was sealed.
+        # A record that was deleted before its segment was sealed has no frame and no reason there.
         unexplained = not offset_len & LOW_WORD and first_seq + count >= evict_floor
         deleted = bool(flags & LOCATION_DELETED) or unexplained
         if count and deleted != were_deleted:
@@ -302,7 +306,7 @@ def _leading_gone(locations: SourceLocations, gone_flags: int, first_seq: int, e
 
 
 def _within_bytes(locations: SourceLocations, gone_flags: int) -> SourceLocations:
-    """Return the locations up to the first record that is not to be copied, and up to PAGE_BYTES: at least one."""
+    """Return the first locations: up to a record that cannot be copied, and at most PAGE_BYTES, but at least one."""
     size_bytes = 0
     for at, (offset_len, word) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
         size_bytes += offset_len >> 32

@@ -1,4 +1,4 @@
-"""Turns of the dests of one shard's routers: who copies next."""
+"""The order in which the dests of one shard's routers copy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections import OrderedDict
 
 
 class FeedTurns:
-    """Turns of dests, by topic id: first come, first served. Who waits is back at a time (monotonic ms) or woken."""
+    """The queue of dests (topic ids) that have a turn, first come, first served, and the dests that wait. A waiting
+    dest gets a turn at its time (monotonic ms), or when it is woken before.
+    """
 
     def __init__(self) -> None:
-        self._ready: OrderedDict[int, None] = OrderedDict()  # a dict steps over all that were taken from its front
+        self._ready: OrderedDict[int, None] = OrderedDict()  # the front of a plain dict is slow to find after removals
         self._waiting: dict[int, int] = {}
         self._times: list[tuple[int, int]] = []
-        """Heap of (time, dest). Only one that is in `_waiting` counts."""
+        """Heap of (time, dest). Entries that are not in `_waiting` any more do not count."""
 
     def __bool__(self) -> bool:
         """True if a dest has its turn."""
@@ -48,11 +50,11 @@ class FeedTurns:
                 self.line_up(dest_id)
 
     def take(self) -> int:
-        """Return the dest whose turn it is. There must be one."""
+        """Take the dest whose turn it is. There must be one."""
         return self._ready.popitem(last=False)[0]
 
     def give_back(self, dest_ids: list[int]) -> None:
-        """Put dests that were taken and did not come to copy in front again."""
+        """Put dests in front again that were taken but have not copied."""
         for dest_id in reversed(dest_ids):
             self.line_up(dest_id)
             self._ready.move_to_end(dest_id, last=False)

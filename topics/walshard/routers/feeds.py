@@ -1,7 +1,6 @@
-"""The dests of routers on one shard: the source of each, its routers, and how far it has copied.
+"""Feeds: a feed is a dest of this shard with the routers into it, their source, and how far they have copied.
 
-All routers into a dest share one source, and so one cursor: a dest and its routers are one feed. A feed begins, changes
-or ends only once the log says so.
+All routers into a dest share one source, and so one cursor. A feed begins, changes or ends only once that is logged.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ log = get_logger()
 
 
 class Hindrance(Enum):
-    """The reason why a dest did not get all that its source has at the last try."""
+    """The reason why a dest did not get all records of its source at the last try."""
 
     NONE = 0
-    """It got all, or has no room for it."""
+    """The dest got all, or has no room for more."""
     SOURCE = 1
     """The source could not be looked at, or read, at that moment. The next try may succeed."""
     LASTING = 2
@@ -38,7 +37,7 @@ class Hindrance(Enum):
 
 
 class Feed:
-    """One dest and its routers. It owns the cursor: `source_seq` moves with the copies, in one write of the log."""
+    """One dest and its routers. It owns the cursor: one write to the log moves `source_seq` and has the copies."""
 
     def __init__(self, hosted: Hosted, body: FeedFrameBody) -> None:
         self.hosted = hosted
@@ -50,26 +49,26 @@ class Feed:
         self.logged_source_seq = body.source_seq
         """`source_seq` of the last cursor in the durable log."""
         self.full = body.full
-        """The dest, or the service, had no room for the next record, and the feed has not caught up since. What the
-        source evicts meanwhile is a gap, what it deletes is left out.
+        """True once the dest or the service had no room for the next record, until the feed has caught up. Records that
+        the source evicts meanwhile become a gap; those that it deletes are left out.
         """
         self.no_room_for = 0, 0, 0
         """(source seq before the record that did not fit, its copies, their bytes); zeros without one."""
         self.leaving_out = False
-        """The last record was more than the dest may ever hold. The service's log has the first of several."""
+        """True if the last record was larger than the dest can ever hold. A warning comes with the first of several."""
         self.lost_to_seq: int | None = None
-        """Last seq of the source in the last gap that has one seq for all that was lost."""
+        """Last source seq of the last gap that has one seq for any number of lost records."""
         self.source_head_seq = 0
         """Head of the source at the last look."""
         lost_tail_seq = hosted.topic.lost_tail_seq
         self.repeats_to_seq = U64_MAX if lost_tail_seq and lost_tail_seq == hosted.topic.head_seq else 0
-        """Last seq of the source of which the dest may have lost a copy; U64_MAX until the source is looked at."""
+        """Last source seq whose copy the dest may have lost; U64_MAX until the source is looked at."""
         self.unreadable = ""
-        """Reason why the source could not be read, as it was logged; empty when it could."""
+        """Logged reason why the source cannot be read; empty while it can."""
         self.hindrance = Hindrance.NONE
         self.retry_ms = 0
         self.failures = 0
-        """Number of times in a row that it had to wait."""
+        """Number of times in a row that the feed had to wait."""
 
     @property
     def topic(self) -> Topic:
@@ -86,14 +85,14 @@ class Feed:
         return max(0, self.source_head_seq - self.source_seq)
 
     def has_all(self, sight: TopicView | None) -> bool:
-        """Return whether it has all of its source as that is now, None if there is none, and the log says so."""
+        """Return whether the feed has copied and logged all of its source `sight`, which is None without a source."""
         if sight is None:
             return not self.source_topic_id
         is_there = self.source_topic_id == sight.topic_id and self.source_seq == sight.head_seq
         return is_there and self.logged_source_seq == self.source_seq and not self.full
 
     def has_no_room(self) -> bool:
-        """Return whether the next record is known not to fit into the dest, without reading it."""
+        """Return whether the next record is known not to fit into the dest, from an earlier try to copy it."""
         source_seq, records, size_bytes = self.no_room_for
         if not records or source_seq != self.source_seq or can_never_hold(self.topic, records, size_bytes):
             return False
@@ -101,14 +100,14 @@ class Feed:
         return records > room_records or size_bytes > room_bytes
 
     def body(self, source_seq: int | None = None, full: bool | None = None) -> FeedFrameBody:
-        """Return the feed as it is now, for the next cursor, but for what is given."""
+        """Return the body of the next cursor: the current state of the feed, with these values if they are given."""
         source_seq = self.source_seq if source_seq is None else source_seq
         full = self.full if full is None else full
         routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
         return FeedFrameBody(self.source, self.source_topic_id, source_seq, routers, self.revision + 1, full=full)
 
     def cursor_frame(self, body: FeedFrameBody, head_seq: int, ts: int) -> bytes:
-        """Return ROUTER_CURSOR, which is the end of a write or a write of its own."""
+        """Return a ROUTER_CURSOR frame, the last frame of a write or its only one."""
         return control_frame(FrameType.ROUTER_CURSOR, self.topic.id, ts, encode_router(body), seq=head_seq)
 
     def logged(self, body: FeedFrameBody, in_ram: bool = False) -> None:
@@ -140,8 +139,8 @@ class Feed:
 
 
 class Feeds:
-    """One shard's feeds by dest and by source, and the board of their progress. A write changes what it says once it is
-    logged.
+    """Owns one shard's feeds, by dest and by source, and the board that shows their progress. Its writes take effect
+    once they are logged.
     """
 
     def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
@@ -167,7 +166,7 @@ class Feeds:
                 self.show_progress(feed)
 
     def follow(self, state: FoldedRouters, dests: Iterable[Hosted]) -> None:
-        """Take over, and show, the feeds of these dests as the log of another service has them."""
+        """Take over the feeds of these dests from the leader's log, and show their progress."""
         for dest in dests:
             feed, body = self.by_dest.get(dest.topic.id), state.feeds.get(dest.topic.id)
             if body is None or not body.routers:
@@ -183,16 +182,16 @@ class Feeds:
             self.show_progress(feed)
 
     def _pass_over(self, feed: Feed) -> None:
-        """Skip records that no router let pass, as the former board says: every copy has a cursor in the log."""
+        """Skip records that no router let pass, as the board of the former life says. Copies are never skipped: each
+        has a cursor in the log.
+        """
         for one in feed.routers:
             former = self._board.former.get(one.router.id)
             if former is not None and former.source_topic_id == feed.source_topic_id:
                 feed.source_seq = max(feed.source_seq, former.source_seq)
 
     def start(self, hosted: Hosted, source: str, sight: TopicView | None, routers: list[Router]) -> LogWrite:
-        """Return the write that begins to copy into a dest, behind the head of its source. A restart begins at the same
-        place.
-        """
+        """Return the write that begins a feed behind the head of its source. It has that place for a restart."""
         topic_id, head_seq = (0, 0) if sight is None else (sight.topic_id, sight.head_seq)
         body = FeedFrameBody(source, topic_id, head_seq, [FeedRouter(one, head_seq) for one in routers])
         feed = Feed(hosted, body)
@@ -204,7 +203,7 @@ class Feeds:
         return self._write(feed, feed.body(), begun)
 
     def bind(self, feed: Feed, sight: TopicView) -> Steps[bool]:
-        """Copy a source that exists now from its first record on. False, and nothing has changed, if that fails."""
+        """Begin to copy a source that exists only now, from its first record on. False if the log refuses that."""
         body = feed.body()
         body.source_topic_id = sight.topic_id
         draft = Draft([self._write(feed, body, partial(self.show_progress, feed))])
@@ -212,7 +211,7 @@ class Feeds:
         return draft.committed
 
     def reroute(self, feed: Feed, sight: TopicView | None, routers: list[Router]) -> LogWrite:
-        """Return the write that takes other or changed routers from the same source. New ones begin at its head."""
+        """Return the write that replaces a feed's routers by others from its source. New ones begin at its head."""
         head_seq = 0 if sight is None else sight.head_seq
         known = {one.router.id: (one.from_seq, one.forwarded_total) for one in feed.routers}
         body = feed.body()
@@ -227,7 +226,7 @@ class Feeds:
         return self._write(feed, body, rerouted)
 
     def stop(self, feed: Feed) -> LogWrite:
-        """Return the write after which nothing is copied into the dest any more; its copies stay."""
+        """Return the write that ends a feed. The copies in its dest stay."""
         body, former = feed.body(), feed.routers
         body.routers = []
 
@@ -254,7 +253,7 @@ class Feeds:
         return draft.committed
 
     def log_ephemeral(self) -> Steps[None]:
-        """Log how far `ephemeral` dests are: their copies are lost with the service, and must not come again."""
+        """Log how far feeds into `ephemeral` dests are: a restart loses their copies, and must not copy them again."""
         behind = [one for one in self.by_dest.values() if one.is_ephemeral and one.logged_source_seq != one.source_seq]
         if behind:
             yield Draft([feed.cursor_write(feed.body(), self._now_ms()) for feed in behind])
@@ -270,7 +269,7 @@ class Feeds:
                 log.error("a router cannot be shown", router=router.name, error=str(error))
 
     def ram_frames(self, now_ms: int) -> list[bytes]:
-        """Return the cursors of `ephemeral` dests, to be repeated before older files of the RAM log are removed."""
+        """Return cursor frames of `ephemeral` dests, to be repeated before older files of the RAM log are removed."""
         frames: list[bytes] = []
         for feed in self.by_dest.values():
             if feed.is_ephemeral:
@@ -294,8 +293,8 @@ class Feeds:
 
 
 def _is_later(in_ram: FeedFrameBody, durable: FeedFrameBody) -> bool:
-    """Return whether the RAM log has the later cursor of the same feed. The cursor of a feed which was stopped may have
-    a higher revision, but not the same routers in the same versions.
+    """Return whether the RAM log has a later cursor of the same feed than the durable log. An old feed that was stopped
+    may have a higher revision, but not the same routers in the same versions.
     """
     same = [one.router for one in in_ram.routers] == [one.router for one in durable.routers]
     return same and in_ram.revision > durable.revision

@@ -1,11 +1,10 @@
-"""The records of topics that are copied, of this shard or another.
+"""The records that routers copy, from topics of this shard or another.
 
-They are read as frontends read them, from the arena, the log files and the segments of their shard, which are there
-also while it is dead; nobody is asked. So forwarding needs no records in rings, and goes on where it was after a crash
-of either side.
+A shard reads them as frontends do: from the arena, the log files and the segments of the source's shard. These exist
+even while that shard is dead, so nobody is asked. No record goes through a ring, and copying goes on after a crash of
+either side where it was.
 
-They are in segments when the source was checkpointed before they were copied: writers were ahead of the copying, or a
-router had to wait, for room in its dest or for something else.
+Records are in segments if a checkpoint came before the copying: writers were faster, or a router had to wait.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ _RUN_BYTES: Final = 1 << 18
 _FILES_MAX: Final = 16
 _ATTACH_TRIES: Final = 10
 LEARNED_AT_ONCE: Final = 256
-"""New topics of a shard that one step learns of, at some 12 µs each."""
+"""New topics of a shard whose names one step learns, at some 12 µs each."""
 
 KEPT_BYTES: Final = 1 << 21
-"""A page with larger records is not kept for the next dest."""
+"""Size up to which a page is kept for the next dest of the same source."""
 
 T = TypeVar("T")
 
 
 class SourceLocations(NamedTuple):
-    """Columns of consecutive records, as in the arena. Offsets of records in a segment are those in its `.data`."""
+    """Location columns of consecutive records, as in the arena. With `segment` the offsets are those in its `.data`."""
 
     offset_len: list[int]
     file_flags: list[int]
     segment: SegmentInfo | None = None
 
     def part(self, start: int, stop: int) -> SourceLocations:
-        """Return those of some of the records, by number."""
+        """Return the locations numbered start..stop-1, counted from 0."""
         return SourceLocations(self.offset_len[start:stop], self.file_flags[start:stop], self.segment)
 
 
 class Originals:
     """Reads topics of all shards. It keeps a few log files open. A shard's topics are unknown while many of them are
-    new: after a start, or when thousands were made. `learn_some` learns of them, again and again.
+    new: after a start, or when thousands were made. `learn_some` must be called until it has learned their names.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class Originals:
         ]
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
         self._last: tuple[tuple[int, int, SourceLocations], UnstampedCopies] | None = None
-        """The last page, by topic id, first seq and locations."""
+        """The last page, with its topic id, first seq and locations."""
 
     def learn_some(self) -> bool:
-        """Learn of some new topics of a shard in `unlearned`, which has one. True if that shard's are known by that."""
+        """Learn some new topics of a shard in `unlearned`, which must have one. True if that shard's are known now."""
         shard = next(iter(self.unlearned))
         arena = self.unlearned.pop(shard)
         if arena.learn(LEARNED_AT_ONCE) or arena.unlearned <= LEARNED_AT_ONCE:
@@ -91,8 +90,8 @@ class Originals:
         return False
 
     def look(self, name: str) -> TopicView | None:
-        """Return a topic or None; its `base_seq` is the lowest readable seq. Raise UnknownError without a shard, or
-        while its topics are unknown.
+        """Return a topic or None; its `base_seq` is the lowest readable seq. Raise UnknownError while its shard has not
+        recovered, or the shard's topics are unknown.
         """
         arena = self._arena_of(name)
         found = arena.look_up(name)
@@ -103,8 +102,8 @@ class Originals:
         return view._replace(base_seq=segments[0].first_seq) if segments else view
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> SourceLocations:
-        """Return the locations of records, deleted ones included: of the first ones, as far as they are in one place.
-        Raise UnknownError when the index has changed meanwhile, OSError, ValueError.
+        """Return locations from `first_seq` on, deleted records included, up to `last_seq` or the end of one place (a
+        segment, or the arena). Raise UnknownError when the index has changed meanwhile, OSError, ValueError.
         """
         arena, slot, view = self._find(name, topic_id)
         if first_seq >= view.base_seq:
@@ -112,7 +111,7 @@ class Originals:
             return SourceLocations(columns.offset_len, columns.file_flags)
         segments = SegmentList(_require(arena.segments(slot, view)))
         info = segments.at(first_seq)
-        if info is None:  # between two segments there was nothing left
+        if info is None:  # no record was left here when the segments were made
             next_seq = next((info.first_seq for info in segments if info.first_seq > first_seq), view.base_seq)
             count = min(last_seq + 1, next_seq) - first_seq
             return SourceLocations([0] * count, [LOCATION_LOST << 32] * count)
@@ -121,7 +120,7 @@ class Originals:
         return SourceLocations(*in_segment, segment=info)
 
     def _find(self, name: str, topic_id: int) -> tuple[ArenaReader, int, TopicView]:
-        """Return a topic's arena, slot and state. Raise UnknownError when another topic has the name, or none."""
+        """Return a topic's arena, slot and view. Raise UnknownError when another topic has the name, or none has."""
         arena = self._arena_of(name)
         slot, view = _require(arena.look_up(name))
         if view.topic_id != topic_id:
@@ -130,7 +129,7 @@ class Originals:
 
     @contextmanager
     def _explained(self, name: str, topic_id: int, info: SegmentInfo) -> Iterator[None]:
-        """Raise UnknownError for a missing file when the topic does not have this segment any more."""
+        """Turn FileNotFoundError into UnknownError if the topic does not have this segment any more."""
         try:
             yield
         except FileNotFoundError:
@@ -140,8 +139,8 @@ class Originals:
             raise
 
     def read(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Iterator[Original]:
-        """Yield the records at `locations`: each is read when it is wanted, or a little before, up to the first that
-        cannot be read. If that is the first of all, raise as `copies` does.
+        """Yield the records at `locations`, up to the first that cannot be read. Each is read when it is wanted, or a
+        little before. If the very first cannot be read, raise like `copies`.
         """
         at, most = 0, 1
         while at < len(locations.offset_len):
@@ -158,9 +157,9 @@ class Originals:
             at, most = at + most, 2 * most
 
     def copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> UnstampedCopies:
-        """Return unstamped copies of the records at `locations`, none of them lost. The last page is kept: the dests of
-        a topic copy it one after the other. Raise OSError when a record cannot be read, ValueError when it is not what
-        its location says, UnknownError when it cannot be read yet or is not there any more.
+        """Return unstamped copies of the records at `locations`, of which none may be lost. The last page is kept,
+        since the dests of a source copy it one after the other. Raise OSError if a record cannot be read, ValueError if
+        it is not what its location says, UnknownError if it cannot be read yet or is gone.
         """
         key = topic_id, first_seq, locations
         if self._last is not None and self._last[0] == key:
@@ -182,14 +181,14 @@ class Originals:
                 rows.extend([place - shift for place in places])
                 frames += content
                 continue
-            for place in places:  # other frames lie between them
+            for place in places:  # frames of other topics lie between them
                 offset = (place & LOW_WORD) - start
                 rows.append(len(frames) | place >> 32 << 32)
                 frames += content[offset : offset + (place >> 32)]
         return as_copies(frames, rows, topic_id, first_seq)
 
     def _runs(self, shard: int, locations: SourceLocations) -> Iterator[tuple[memoryview, int, int, int]]:
-        """Yield (bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
+        """Yield (bytes of a log file, their offset in it, number of the first location in them, of the one behind)."""
         offset_lens, file_flags, _ = locations
         at, count = 0, len(offset_lens)
         while at < count:
@@ -197,7 +196,7 @@ class Originals:
             assert not word >> 32 & LOCATION_LOST
             start, end = offset_lens[at] & LOW_WORD, (offset_lens[at] & LOW_WORD) + (offset_lens[at] >> 32)
             stop = at + 1
-            # Neighbours in a file are read with one call.
+            # One read covers neighbours in a file.
             while stop < count and not (file_flags[stop] ^ word) & FILE_BITS and end - start < _RUN_BYTES:
                 offset, length = offset_lens[stop] & LOW_WORD, offset_lens[stop] >> 32
                 if not end <= offset <= end + 4096:
@@ -236,13 +235,13 @@ class Originals:
             try:
                 newer = ArenaReader(self._identity, shard, generation)
             except FileNotFoundError:
-                continue  # replaced once more between the two lines
+                continue  # the shard has replaced its arena once more
             if arena is not None:
                 arena.close()
-            # File numbers go on, but an fd of a file that a salvage replaced must not outlive it.
+            # The shard has restarted. File numbers go on, but it may have replaced a damaged file that is open here.
             for key in [key for key in self._open if key[0] == shard]:
                 self._fs.close(self._open.pop(key))
-            self._last = None  # a seq may have another record since
+            self._last = None  # after a restart a seq may have another record
             self._arenas[shard] = newer
             self.unlearned.pop(shard, None)
         raise UnknownError
@@ -263,10 +262,10 @@ class SegmentOriginals:
         self._cold = cold
 
     def locations(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
-        """Return the columns (offset | len_bytes << 32 in `.data`) and (flags << 32) of records of that segment. A
-        record without a frame was deleted before it came here, or was rewritten: it counts as lost.
+        """Return the columns (offset | len_bytes << 32 in `.data`) and (flags << 32) of these records of the segment. A
+        record without a frame counts as lost: it was deleted before the segment had it, or a rewrite dropped it.
 
-        Raise FileNotFoundError when there is no such segment any more, OSError, ValueError.
+        Raise FileNotFoundError if the segment does not exist any more, OSError, ValueError.
         """
         path = layout.segment_idx_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         start = (first_seq - info.first_seq) * ENTRY_LEN
@@ -288,7 +287,7 @@ class SegmentOriginals:
         if not start < end <= info.data_bytes:
             raise ValueError(f"{path}: records from {first_seq} on are said to lie at {start}..{end}")
         try:
-            # Also of a cold one: its data are here as well for a while, and need no waiting.
+            # The data of a cold segment stay here for a while, too, and need no waiting.
             content = memoryview(self._pread(path, start, end))
         except FileNotFoundError:
             if not info.flags & COLD:

@@ -1,7 +1,6 @@
-"""A page of a source as copies for one dest: the frames to log, laid out, and their entries for the index.
+"""A page of a source's records as copies for one dest: the frames to log, and their entries for the index.
 
-Each record of the source passes each router of the dest in turn, in the order of their ids. So the copies of a dest
-have one order, whenever they are made.
+The copies have a fixed order, whenever they are made: record by record, and of each record by router id.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ PAGE_BYTES: Final = 1 << 20
 class CopyPage:
     """Unstamped copies of consecutive source records up to `source_seq`.
 
-    `full` says that the dest has no room for the next record, whose (records, bytes) are `no_room_for`. `oversize` is
-    the number of copies that the next record would have, where the dest could never hold them, however empty.
+    `full` says that the dest has no room for the copies of the next record; `no_room_for` is their (number, bytes).
+    `oversize` is the number of copies of the next record if not even an empty dest could hold them.
     """
 
     def __init__(self, source_seq: int) -> None:
@@ -61,8 +60,8 @@ class CopyPage:
 
     @classmethod
     def unchanged(cls, source_seq: int, copies: UnstampedCopies, router: Router) -> CopyPage:
-        """Return a page of those records behind `source_seq` that pass `router`, each as it is. `copies` are of all of
-        them, and become the page's.
+        """Return a page of the records behind `source_seq` that pass `router`, unchanged. `copies` are of all records
+        behind it, and the page takes them over.
         """
         page = cls(source_seq + len(copies.rows))
         match = router.spec.match
@@ -79,7 +78,7 @@ class CopyPage:
 
 
 def pass_unchanged(routers: list[FeedRouter], source_seq: int, repeats_to_seq: int) -> bool:
-    """Return whether these routers take records behind `source_seq` as they are, or not at all."""
+    """Return whether these routers copy records behind `source_seq` unchanged, or not at all."""
     if len(routers) != 1 or source_seq < repeats_to_seq:
         return False
     router = routers[0].router
@@ -97,8 +96,8 @@ def copy_page(
     topic: Topic,
     repeats_to_seq: int,
 ) -> CopyPage:
-    """Return the copies of the records behind `source_seq`, as far as `topic` has room for them. Those up to
-    `repeats_to_seq` may have been copied before, and the copies lost: they go around a cycle once, not eight times.
+    """Return the copies of the records behind `source_seq`, as far as `topic` has room for them. Records up to
+    `repeats_to_seq` may have been copied before a crash that lost the copies: those go around a cycle only once.
     """
     page = CopyPage(source_seq)
     room_records, room_bytes = room(topic)
@@ -151,7 +150,7 @@ def _copies_of(
 
 
 def room(topic: Topic) -> tuple[int, int]:
-    """Return the (records, bytes) that a `reject` topic can take; any other topic makes room."""
+    """Return the (records, bytes) that a `reject` topic can still take. Any other topic makes room: no bound."""
     config = topic.config
     if config.discard != "reject":
         return U64_MAX, U64_MAX
@@ -162,7 +161,7 @@ def room(topic: Topic) -> tuple[int, int]:
 
 
 def can_never_hold(topic: Topic, records: int, size_bytes: int) -> bool:
-    """Return whether a topic is too small for so much even when empty: a writer would be told `record_too_large`."""
+    """Return whether not even the empty topic could hold so much. A writer would get `record_too_large`."""
     config = topic.config
     return bool(
         (config.cap_records and records > config.cap_records) or (config.cap_bytes and size_bytes > config.cap_bytes)

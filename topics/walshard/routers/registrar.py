@@ -1,6 +1,6 @@
-"""The registry of all routers, kept by shard 0: one place decides which may exist beside each other, and logs it.
+"""The registry of all routers, kept by shard 0. One place decides which routers may exist together, and logs that.
 
-Every process reads it in the router table; the shard of a router's dest does the work (`routing.py`).
+Every process reads the registry in the router table. The shard of a router's dest does the copying (`routing.py`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Registrar:
         self._cell.set("routers", len(self._registry))
 
     def follow(self, state: FoldedRouters, router_ids: set[int]) -> None:
-        """Take over, and show, what became of these routers in the log of another service."""
+        """Take over, and show, the state of these routers in the leader's log."""
         changes: list[Change] = []
         by_id = self._registry.by_id
         if any(router_id not in by_id and state.find(router_id) is None for router_id in router_ids):
-            router_ids = router_ids | by_id.keys()  # one came and went, and may have taken the name of another
+            router_ids = router_ids | by_id.keys()  # a router came and went, and may have taken another's name
         for router_id in sorted(router_ids):
             router, former = state.find(router_id), by_id.get(router_id)
             if router == former:
@@ -64,7 +64,7 @@ class Registrar:
         self._show(changes)
 
     def put(self, call: PutRouter, _frontend: int) -> Steps[PutRouterReply]:
-        """Register or change a router. Raise TopicsError when it may not be."""
+        """Register or change a router. Raise TopicsError if the registry refuses it."""
         registry = self._registry
         router, created = registry.plan(call.name, call.spec)
         reply = PutRouterReply(created, router)
@@ -95,7 +95,7 @@ class Registrar:
         return Done()
 
     def ended(self, router_ids: list[int]) -> Steps[None]:
-        """Remove routers that ended with a topic. Its shard repeats that until the table has them no more."""
+        """Remove routers that ended with a topic. The topic's shard asks again until the table has none of them."""
         try:
             yield from self._remove(self._with_ids(router_ids), None)
         except TopicsError as error:

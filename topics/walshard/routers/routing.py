@@ -1,7 +1,7 @@
-"""Routers into the topics of one shard: which feeds there are to be, and whose turn it is to copy.
+"""Routers into the topics of one shard: this decides which feeds exist, and which may copy next.
 
-A copy is pulled: the shard of the dest reads the source from shared memory and files. Copying comes after the writes
-that clients wait for, some pages at a time. Handlers here yield what they want committed (`draft.Steps`).
+Copies are pulled: the shard of the dest reads the source from shared memory and files. It copies a few pages at a time,
+after the writes that clients wait for. Methods that return `draft.Steps` yield the drafts to be committed.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from topics.walshard.routers.sources import Changed, Ended, PeerMessage, Routers
 log = get_logger()
 
 FEEDS_PER_STEP: Final = 8
-"""Dests that are copied into, in one write of the log, before requests have their turn again."""
+"""Dests that one step copies into, in one write to the log, before requests have their turn again."""
 RECORDS_PER_STEP: Final = PAGE_RECORDS
-"""Once a step has looked at so many records of sources, or copied PAGE_BYTES, it begins no other page. A step is what a
-writer may have to wait for, so it is short: four pages of 1,024 records gave writers 1.4 times the p99, and no more
-copies.
+"""Source records, or PAGE_BYTES of copies, after which a step begins no other page. A step is short, since a writer may
+have to wait for it: four pages of 1,024 records gave writers 1.4 times the p99, and no more copies.
 """
 LOOKED_AT_PER_STEP: Final = 256
-"""Feeds of which `sweep` has one look at whether they are behind before requests have their turn again."""
+"""Feeds that one step checks for being behind, after a `sweep`, before requests have their turn again."""
 PAGES_PER_CATCH_UP: Final = 8
-"""Pages that a dest copies for who reads it, before other requests have their turn again."""
+"""Pages that one `CatchUp` of a reader copies at most, before other requests have their turn again."""
 DESTS_PER_STEP: Final = 32
-"""Dests whose routers are changed before requests have their turn again. One source may have thousands."""
+"""Dests whose routers one step changes, before requests have their turn again. One source may have thousands."""
 ENDED_PER_STEP: Final = 256
-"""Routers of a deleted topic that are removed before requests have their turn again."""
+"""Routers of deleted topics that one step removes, before requests have their turn again."""
 PAGES_BEFORE_CHANGE: Final = 128
-"""Pages at most that the routers of a dest copy as they were, before they change."""
+"""Pages at most that the old routers of a dest still copy before new ones replace them."""
 FAILED_WAIT_MS: Final = 1_000
 UNKNOWN_WAIT_MS: Final = 1_000
-"""Wait before a source whose shard has not recovered is looked for again."""
+"""Wait before the next look for a source whose shard has not recovered."""
 DEST_WAIT_MS: Final = 30_000
-"""A router whose dest is not made in this time is the remains of a PUT that nobody answered."""
+"""Time after which a router ends if its dest does not exist: a PUT has failed between registering it and making the
+dest.
+"""
 
 
 @dataclass(eq=False)
 class Routing:
-    """Keeps one shard's feeds as the table of routers says, and gives each its turn. Shard 0 has a `registrar`."""
+    """Keeps one shard's feeds in line with the table of routers, and gives each its turn. Shard 0 has a `registrar`."""
 
     _catalog: Catalog
     sources: Sources
@@ -70,17 +71,17 @@ class Routing:
     _clock: Clock
     _turns: FeedTurns = field(default_factory=FeedTurns)
     _due: set[str] = field(default_factory=set)
-    """Dests whose routers are not yet as the table says."""
+    """Names of dests whose feed is not in line with the table yet."""
     _round: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The order in which those of them are tried that are left of this round."""
+    """Dests of `_due` that this round has yet to try, in order."""
     _missing: dict[str, int] = field(default_factory=dict)
-    """Dests that do not exist, and since when (monotonic ms)."""
+    """Dests that do not exist, and the monotonic ms since when they are missed."""
     _ended_ids: list[int] = field(default_factory=list)
-    """On shard 0: routers that ended with a topic, as the topic's shard says."""
+    """On shard 0: ids of routers that ended with a topic, to be removed from the registry."""
     _unlooked: list[Feed] = field(default_factory=list)
-    """Feeds at which this sweep has yet to look."""
+    """Feeds that have yet to be checked for being behind since the last sweep."""
     _are_feeds_compared: bool = False
-    """True once all feeds of the log are due: routers may have ended while this shard did not look."""
+    """True once all recovered feeds were made due: routers may have ended while this shard did not run."""
 
     def __post_init__(self) -> None:
         for dest_id in self.feeds.by_dest:
@@ -89,7 +90,7 @@ class Routing:
     # -- told by the shard
 
     def changed(self, hosted: Hosted) -> None:
-        """Note that a topic was published: tell shards that copy it, and wake it if it waits for room for copies."""
+        """Note that a topic was published: tell the shards that copy it, and wake its feed, which may wait for room."""
         self.sources.changed(hosted)
         self._turns.wake(hosted.topic.id)
 
@@ -107,14 +108,14 @@ class Routing:
         self.sources.deleted(hosted)
 
     def log_feed(self, hosted: Hosted) -> Steps[bool]:
-        """Log the cursor of an `ephemeral` dest in the durable log, before its class changes. False if that fails."""
+        """Log the cursor of an `ephemeral` dest durably before its class changes. False if the log refuses that."""
         feed = self.feeds.by_dest.get(hosted.topic.id)
         if feed is None or not feed.is_ephemeral or feed.logged_source_seq == feed.source_seq:
             return True
         return (yield from self.feeds.log_cursor(feed))
 
     def follow(self, state: FoldedRouters, changed: Iterable[Hosted], router_ids: set[int]) -> None:
-        """Show routers, and how far those into `changed` are, as the log of another service has them."""
+        """Take over these routers, and the feeds into `changed`, from the leader's log, and show them."""
         if router_ids and self.registrar is not None:
             self.registrar.follow(state, router_ids)
         self.feeds.follow(state, changed)
@@ -122,9 +123,9 @@ class Routing:
     # -- asked by frontends
 
     def catch_up(self, call: CatchUp, _frontend: int) -> Steps[CaughtUp]:
-        """Copy everything that the source has now, as far as that goes."""
+        """Copy what the source of a dest has now, up to PAGES_PER_CATCH_UP pages. The frontend asks again for more."""
         feed = yield from self._current_feed(call.dest)
-        # Routers that are not yet as the table says: it cannot be logged, or a source cannot be looked at.
+        # True if the feed is still not in line: the log refused the change, or a source cannot be looked at.
         pending = call.dest in self._due
         if feed is None:
             return CaughtUp(True, pending)
@@ -141,7 +142,7 @@ class Routing:
         return SyncRoutersReply(call.dest not in self._due and begun)
 
     def _current_feed(self, dest: str) -> Steps[Feed | None]:
-        """Hear what other shards say, reconcile, and return the feed of a dest."""
+        """Take messages of other shards, bring the feed of a dest into line with the table, and return it."""
         yield from self._receive()
         self._make_due(self.sources.take_rerouted())
         if dest in self._due:
@@ -158,13 +159,13 @@ class Routing:
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is to be done now."""
+        """Return whether there is nothing to do now."""
         sources = self.sources
         return sources.links.idle and not self._turns and not sources.table.stale and not sources.rerouted
 
     @property
     def stuck(self) -> bool:
-        """Return whether something waits that no signal announces, and not for long."""
+        """Return whether something waits, not for long, for an event that no signal announces."""
         return self._turns.some_wait or self.sources.links.stuck
 
     @property
@@ -173,7 +174,7 @@ class Routing:
         return sum(feed.uncopied for feed in self.feeds.by_dest.values())
 
     def pump(self) -> Steps[bool]:
-        """Hear what other shards say and copy for a moment. True if there was anything to do."""
+        """Take one step: take messages of other shards, reconcile, copy. Return whether there was anything to do."""
         worked = yield from self._receive()
         if self._originals.unlearned:
             worked = True
@@ -196,7 +197,7 @@ class Routing:
         return worked
 
     def sweep(self) -> Steps[None]:
-        """Look again, once a second, at what may have been missed; `pump` looks at the feeds."""
+        """Once a second, look for changes that no message announced; `pump` then checks the feeds step by step."""
         self._make_due(self.sources.take_rerouted())
         now_ms = self._clock.monotonic_ms()
         for dest, since_ms in list(self._missing.items()):
@@ -209,7 +210,7 @@ class Routing:
         self.sources.links.flush()
 
     def _look_at_some(self) -> None:
-        """Give a turn to some feeds, if they are behind."""
+        """Check some feeds, and give a turn to those that are behind."""
         sights: dict[str, TopicView | None] = {}
         for feed in self._unlooked[-LOOKED_AT_PER_STEP:]:
             try:
@@ -230,8 +231,8 @@ class Routing:
         self._round.update(dict.fromkeys(sorted(dests)))
 
     def _reconcile(self, asked: str | None = None) -> Steps[bool]:
-        """Bring some feeds into line with the table, that of `asked` first. True if others are to be tried at once.
-        While names of topics are learned most could not begin, so only who asks has a try: its routers may end.
+        """Bring some feeds into line with the table, that of `asked` first. True if more are to be tried at once. While
+        names of topics are being learned most feeds could not begin, so only `asked` is tried.
         """
         if not self._round:
             self._make_due(list(self._due))
@@ -244,17 +245,17 @@ class Routing:
             wanted, feed = self._wanted(dest), self._feed_into(dest)
             pages = 0
             if feed is not None and feed.registered() != wanted:
-                # The routers as they were forward what was acknowledged before.
+                # The old routers still copy the records that were acknowledged before the change.
                 pages = yield from self._copy_all(feed, PAGES_BEFORE_CHANGE)
             try:
                 for write in self._changes(dest, wanted):
                     writes.append(write)
                 done.append(dest)
             except UnknownError:
-                pass  # it stays due; a feed that stops meanwhile has stopped
+                pass  # the dest stays due; a write that stops its old feed is in `writes` already
             if pages:
-                break  # that was enough for one step
-        draft = Draft(writes)  # one sync for all of them: a source may have thousands
+                break  # copying has taken enough time for one step
+        draft = Draft(writes)  # one sync for all dests: a source may have thousands
         if writes:
             yield draft
         if not writes or draft.committed:
@@ -269,7 +270,7 @@ class Routing:
         return None if hosted is None else self.feeds.by_dest.get(hosted.topic.id)
 
     def _changes(self, dest: str, wanted: list[Router]) -> Iterator[LogWrite]:
-        """Yield the writes that bring the feed into a dest into line. Raise UnknownError if they are not all."""
+        """Yield the writes that bring a dest's feed into line. After UnknownError some writes must follow later."""
         hosted, feed = self._catalog.find(dest), self._feed_into(dest)
         if hosted is None:
             if wanted:
@@ -291,7 +292,7 @@ class Routing:
     # -- copying
 
     def _take_turns(self, most: int) -> list[Feed]:
-        """Return the feeds whose turn it is, at most so many, each once."""
+        """Take up to `most` feeds whose turn it is, each once."""
         feeds: list[Feed] = []
         while self._turns and len(feeds) < most:
             feed = self.feeds.by_dest.get(self._turns.take())
@@ -300,15 +301,15 @@ class Routing:
         return feeds
 
     def _copy_all(self, feed: Feed, pages_max: int) -> Steps[int]:
-        """Copy what the source has, `pages_max` pages of it. Return the number of pages."""
+        """Copy up to `pages_max` pages of the source. Return the number of pages."""
         for pages in range(pages_max):
             if not (yield from self._copy_some([feed])):
                 return pages
         return pages_max
 
     def _copy_some(self, feeds: list[Feed]) -> Steps[bool]:
-        """Copy a page for each of these, all in one group of the logs, as far as one step goes: the others are next in
-        the step after it. False when none had anything to copy.
+        """Copy a page for each of these feeds, all in one write to the logs. When the step is long enough, the other
+        feeds get the next turns. False when none had anything to copy, or the log refused all.
         """
         writes: list[CopyWrite] = []
         records = size_bytes = 0
@@ -353,7 +354,7 @@ class Routing:
                     feed.retry_ms = 0
                     write = self._copier.next_write(feed, sight)
         except Exception:
-            # One router must not end its shard, nor do so again after a restart.
+            # One bad router must not stop the shard for all others, and again after each restart.
             log.exception("a router failed", source=feed.source, dest=feed.topic.name)
             self._hold(feed, Hindrance.LASTING, FAILED_WAIT_MS)
             return None
@@ -370,7 +371,7 @@ class Routing:
         feed.retry_ms = self._clock.monotonic_ms() + wait_ms
 
     def _look(self, feed: Feed) -> Steps[TopicView | None]:
-        """Return the source as it is, None when there is nothing to copy from it now."""
+        """Return the feed's source, None when there is nothing to copy now. End the feed if its source was deleted."""
         feed.hindrance = Hindrance.NONE
         try:
             sight = self._originals.look(feed.source)
@@ -386,7 +387,7 @@ class Routing:
         return sight
 
     def _source_ended(self, feed: Feed) -> Steps[None]:
-        """Log what was not copied from a deleted source as a gap, then end its routers."""
+        """Log a gap for records of a deleted source that were not copied, then end its routers."""
         write = self._copier.source_ended(feed)
         if write is not None:
             draft = Draft(write.durable, write.ram, [feed.hosted])

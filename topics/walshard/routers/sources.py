@@ -1,9 +1,8 @@
-"""The topics of a shard that routers copy: who is told that they changed, and what their index keeps to be copied.
+"""The topics of a shard that routers copy: which shards hear of their changes, and which entries their index keeps.
 
-Shards tell each other by a ring for each ordered pair, messages in order, each taken at least once. A message stays in
-its ring until it was handled; a shard that is killed finds it again. What a sender had not yet put into a full ring
-dies with it, so nothing may depend on a message alone: every shard looks at all its sources once a second, whatever it
-was told.
+There is a ring for each ordered pair of shards. Messages arrive in order, each at least once: a message stays in its
+ring until it is handled, so a shard that is killed finds it again. Messages that wait for room in a full ring die with
+their sender. So nothing may depend on a message alone: every shard looks at all of its sources once a second.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _IDS_PER_MESSAGE: Final = 256
 
 
 class Changed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These topics of mine, which routers copy into topics of yours, have changed."""
+    """Topics of the sender have changed that routers copy into topics of the receiver."""
 
     names: list[str]
 
 
 class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """My topic `name`, from which you may copy, was deleted; its last record was `head_seq`."""
+    """Topic `name` of the sender was deleted, from which the receiver may copy. `head_seq` was its last seq."""
 
     name: str
     source_topic_id: int
@@ -40,7 +39,7 @@ class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class RoutersEnded(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """To shard 0: these routers ended with a topic."""
+    """Routers ended with a topic of the sender. The receiver is shard 0."""
 
     router_ids: list[int]
 
@@ -54,7 +53,7 @@ _NAMES_PER_MESSAGE: Final = 8
 
 
 class Links:
-    """One shard's ends of the rings between shards. What it says to itself arrives as well, with the next `receive`."""
+    """One shard's ends of the rings between shards. A message to itself arrives with the next `receive`."""
 
     def __init__(self, shared: SharedMemory, shard: int) -> None:
         self.shard = shard
@@ -130,8 +129,8 @@ class Links:
 
 
 class Sources:
-    """One shard's view of the table of routers. It tells the shards of their dests when topics of its own change, so
-    that they need not look, and has indexes keep what is yet to be copied. The shard of a dest reads the source itself.
+    """One shard's view of the table of routers. It tells the shards of dests when a source on this shard changes, and
+    has the source's index keep entries that are yet to be copied. The shard of a dest reads the source itself.
     """
 
     def __init__(self, catalog: Catalog, table: RouterTable, boards: list[RouterBoard], links: Links) -> None:
@@ -140,9 +139,9 @@ class Sources:
         self._boards = boards
         self.links = links
         self._shards_of_dests: dict[str, tuple[int, ...]] = {}
-        """By source, as far as somebody asked."""
+        """Shards of the dests of each source; filled when a source is published."""
         self._ended: set[int] = set()
-        """Ids of routers that ended with a topic, and that the table may still have."""
+        """Ids of routers that ended with a topic of this shard, and that the table may still have."""
         self.rerouted: set[str] = set()
         """Names of this shard's topics whose routers have changed since `take_rerouted`."""
         self._kept: dict[int, Hosted] = {}
@@ -156,14 +155,14 @@ class Sources:
         return rerouted
 
     def _refresh(self) -> None:
-        """Take over what has changed in the table.
+        """Take over changes of the table.
 
-        A router that is made or changed, or whose source is another one now, concerns its dest alone. The shard of the
-        dest reads the table itself, begins at a head of the source that it looks up afterwards, and gives the dest a
-        turn (`Routing._changes`). What is published later is told: `changed` and `created` look at the table behind
-        the publication. If the source is not there yet, `created` tells; if it is deleted, `deleted` does. To tell the
-        other dests of the source with each router that is made would take quadratic time. But all are told once, when
-        this life of the shard sees the table for the first time: what was published before may be told to nobody.
+        A router that is made or changed concerns its dest alone, so the source tells nobody. The shard of the dest
+        reads the table itself, then looks up the head of the source, begins there and gives the dest a turn
+        (`Routing._changes`). It hears of all later changes of the source, since `changed`, `created` and `deleted` look
+        at the table after the publication. To tell all dests of a source of each new router would take quadratic time.
+        But all are told once, when this life of the shard first reads the table: its former life may not have told them
+        of its last publications.
         """
         if not self.table.stale:
             return
@@ -174,8 +173,8 @@ class Sources:
             self._shards_of_dests.pop(name, None)
             hosted = self._catalog.find(name)
             if hosted is not None:
-                # What it keeps for its other routers is enough for a new one, which begins at its head. To look at
-                # all of them with each one that comes or goes would take quadratic time: `sweep` does.
+                # A new router begins at the head, so entries kept for other routers are enough for it. A look at all
+                # routers of the source with each change would take quadratic time; `sweep` looks at them.
                 if not (hosted.topic.id in self._kept and registry.is_source(name)):
                     self._keep(hosted)
                 if is_first:
@@ -208,11 +207,11 @@ class Sources:
         """Note that a topic was made: routers may have waited for it, and copy it from its first record on."""
         self._refresh()
         self._keep(hosted)
-        hosted.index.drop_before(hosted.topic.earliest_seq)  # those that its first group evicted
+        hosted.index.drop_before(hosted.topic.earliest_seq)  # its first group may have evicted records
         self.changed(hosted)
 
     def deleted(self, hosted: Hosted) -> None:
-        """End the routers of a deleted topic; first tell the shards of its dests where it ended."""
+        """Tell the shards of the dests of a deleted topic at which seq it ended, then end its routers."""
         self._refresh()
         topic, registry = hosted.topic, self.table.registry
         for shard in self._find_shards_of_dests(topic.name):
@@ -235,7 +234,7 @@ class Sources:
         return router_id in self._ended
 
     def sweep(self) -> None:
-        """Once a second, repeat to shard 0 which routers ended, and drop what was copied from rings."""
+        """Once a second, tell shard 0 again which routers ended, and drop ring entries of evicted, copied records."""
         if self._ended:
             self._ended &= self.table.registry.by_id.keys()
             self._tell_ended(sorted(self._ended))
@@ -254,12 +253,12 @@ class Sources:
     # -- what a source keeps
 
     def _keep(self, hosted: Hosted) -> None:
-        """Have the index keep what its routers have yet to copy, as far as their boards say."""
+        """Have the index keep the entries that routers have yet to copy, according to the boards of their shards."""
         routers = self.table.registry.from_source(hosted.topic.name)
         copied_seq = U64_MAX if not routers else hosted.topic.head_seq
         for router in routers:
             progress = self._boards[owner_shard(router.spec.dest, self.links.shards)].find(router.id)
-            # 0: the router has not seen the topic yet, and begins with its first record.
+            # Id 0: the router has not seen the topic yet, and will begin with its first record.
             if progress is not None and progress.source_topic_id in (0, hosted.topic.id):
                 copied_seq = min(copied_seq, progress.source_seq)
         hosted.index.copied_seq = copied_seq
