@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.archive.services import SMALL, backup, cut, read, restored, run
+from tests.archive.services import COMMAND, SMALL, backup, cut, read, restored, run
 from tests.buckets import Fault, Proxy
 from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
 from topics.archive.backing_up import backup as make_backup
 from topics.archive.shipping import NoMomentError
+from topics.cli.read import timestamp_ms
 from topics.core.clock import SystemClock
 from topics.storage.archive_objects import loan_name
 from topics.storage.borrowed import BorrowedNote, write_borrowed
@@ -190,8 +192,58 @@ def test_a_restore_needs_an_empty_directory(tmp_path: Path) -> None:
 def test_a_place_without_an_archive(tmp_path: Path) -> None:
     assert "no archive here" in run("restore", tmp_path, "--data-dir", tmp_path / "new", code=2)
     assert not (tmp_path / "new").exists()
-    assert "no archive here" in run("archive", "list", tmp_path)
-    assert "no archive here" in run("archive", "verify", tmp_path, code=1)
+    for command in ("list", "verify"):  # the one said so with exit code 0, the other one that it is damaged
+        assert "no archive here" in run("archive", command, tmp_path, code=2)
+        assert "no archive here" in run("archive", command, tmp_path, "--json", code=2)
+
+
+def test_a_backup_that_begins_an_archive_says_so(tmp_path: Path) -> None:
+    """Into a folder whose disk was not mounted root began another archive, without a word."""
+    to = ["--to", str(tmp_path / "archive"), "--json"]
+    arguments = [str(COMMAND), "backup", "--data-dir", str(tmp_path / "data"), *to]
+    with Service(data_dir=tmp_path / "data", shards=1) as service:
+        write(service.client, "orders", 1)
+        told = [subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True) for _ in range(2)]
+    assert "mount its disk" in told[0].stderr
+    assert str(tmp_path / "archive") in told[0].stderr
+    assert json.loads(told[0].stdout)["piece"]
+    assert told[1].stderr == ""
+
+
+def test_one_damaged_base_hides_nothing_else(tmp_path: Path) -> None:
+    """`topics archive list` named it and nothing else, and so did `prune`, without a way out."""
+    place = tmp_path / "archive"
+    with Service(shards=1) as service:
+        for number in range(3):
+            write(service.client, "orders", number)
+            backup(service, place)
+    bases = sorted((place / "archive" / "g00000001.bases").iterdir())
+    bases[1].write_bytes(bases[1].read_bytes()[:-1])
+    listed = subprocess.run([COMMAND, "archive", "list", place, "--json"], capture_output=True, check=False)
+    shown = json.loads(listed.stdout)["generations"]
+    assert [base["number"] for base in shown[0]["bases"]] == [int(bases[0].name), int(bases[2].name)]
+    problem = run("archive", "list", place, code=1)
+    assert f"{bases[1]}: " in problem
+    assert "put it back from a copy" in problem
+    run("archive", "prune", place, "--keep", "0")
+    assert sorted((place / "archive" / "g00000001.bases").iterdir()) == bases[2:]
+    run("archive", "verify", place)
+
+
+def test_a_time_before_all_moments_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    """It was said in ms alone."""
+    place = tmp_path / "archive"
+    with Service(shards=1) as service:
+        moments = []
+        for number in range(2):
+            write(service.client, "orders", number)
+            moments.append(backup(service, place)["taken_ms"])
+    wanted = "2001-09-09T01:46:40Z"
+    problem = run("restore", place, "--data-dir", tmp_path / "new", "--to-ts", wanted, code=2)
+    assert "2001-09-09T01:46:40.000Z (1000000000000) is before the first moment" in problem
+    words = problem.split()
+    assert [timestamp_ms(words[words.index(word) + 1]) for word in ("from", "to")] == moments
+    assert all(f"({moment})" in problem for moment in moments)
 
 
 @pytest.mark.long

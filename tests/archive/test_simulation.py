@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
 from topics.shm.control import Role
-from topics.storage.archive_objects import Archive, Piece, decode, piece_name
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, base_name, decode, piece_name
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.verify import verify
+from topics.walshard.commit.logs import MOVED_MAX
 
 EXAMPLES = 10
 """A sample; `make archive-sim` runs any number (`schedules.py`)."""
@@ -301,6 +303,120 @@ def test_an_archive_whose_disk_is_full_is_pruned(service: Archiving, monkeypatch
     service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
 
 
+def test_a_full_disk_at_the_begin_of_a_generation_has_the_archive_pruned(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who had begun had it pruned, and nobody could begin without room."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    service.copy_directory()
+    service.append("a", 3, "disk")
+    for _ in range(6):
+        service.append("b", 1, "disk")
+        service.ship(0)
+    bases = service.archive.bases(1)
+    assert len(bases) > 1
+    service.world.keep_ms = archiver.BASE_MS
+    service.put_copy_in_its_place()
+    service.leader.rig.clock.ms += 3 * archiver.BASE_MS
+
+    def full(name: str, content: bytes) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.leader.bucket, "create", full)
+        service.ship(0)
+    assert service.archive.generations() == [1]
+    assert service.archive.bases(1) == bases[-1:]
+    service.ship(0)
+    assert service.archive.generations() == [1, 2]
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+def test_one_damaged_base_holds_back_nothing_but_itself(service: Archiving) -> None:
+    """Nothing of the archive was pruned any more, and nobody was told what to do. A base that cannot be read goes with
+    the history before a later one.
+    """
+    ship_bases(service)
+    first, second, *_, last = service.archive.bases(1)
+    second_ms, whole = service.archive.base(1, second)[0].taken_ms, dict(service.bucket.objects)
+    damaged = base_name(1, second)
+    service.bucket.objects[damaged] = whole[damaged][:-1] + b"x"
+    with pytest.raises(ArchiveDamagedError, match=rf"{damaged}: checksum does not match; put it back .* was pruned"):
+        prune(service.archive, second_ms + 1)
+    assert service.archive.bases(1)[0] == first, "nothing that can be read takes its place"
+    assert [base.number for base in figures(service.archive)[0].bases] == [
+        no for no in service.archive.bases(1) if no != second
+    ]
+    assert damaged in figures(service.archive)[0].damaged[0]
+    prune(service.archive, service.world.clock.ms + 1)
+    assert service.archive.bases(1) == [last]
+    expected = SimulatedBucket()
+    expected.objects = whole
+    prune(Archive(expected), service.world.clock.ms + 1)
+    left = service.bucket.objects.keys() - expected.objects.keys()
+    assert all(name.startswith("g00000001.files/") for name in left), "only what no other base names"
+    assert len(left) < 10
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+def test_a_damaged_first_base_goes_with_its_pieces(service: Archiving) -> None:
+    ship_bases(service)
+    _, second, *_, last = service.archive.bases(1)
+    prune(service.archive, service.archive.base(1, second)[0].taken_ms + 1)
+    damaged = base_name(1, second)
+    service.bucket.objects[damaged] = service.bucket.objects[damaged][:-1] + b"x"
+    prune(service.archive, service.world.clock.ms + 1)
+    first_piece = service.archive.base(1, last)[0].first_piece
+    pieces = [name for name in service.bucket.objects if name.startswith("g00000001.pieces/")]
+    assert min(pieces) == piece_name(1, first_piece)
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+def test_a_generation_whose_end_is_damaged_holds_back_no_other_one(service: Archiving) -> None:
+    ship_bases(service)
+    follow_and_go_back(service)
+    for _ in range(8):
+        service.append("b", 1, "disk")
+        service.ship(0)
+    first, *_, last = service.archive.bases(2)
+    for loan in service.archive.loans(1).values():
+        service.archive.end_loan(loan)
+    end = piece_name(1, service.archive.last_piece(1, 1))
+    end_whole = service.bucket.objects[end]
+    service.bucket.objects[end] = end_whole[:-1] + b"x"
+    with pytest.raises(ArchiveDamagedError, match=f"{end}: .*; put it back"):
+        prune(service.archive, service.world.clock.ms + 1)
+    assert service.archive.bases(2) == [last] != [first]
+    assert service.archive.bases(1), "nobody knows when it ended"
+    service.bucket.objects[end] = end_whole
+    prune(service.archive, service.world.clock.ms + 1)
+    assert service.archive.generations() == [2]
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+def test_behind_a_damaged_newest_base_another_one_is_made(service: Archiving) -> None:
+    """The service shipped nothing any more, for good."""
+    ship_bases(service)
+    prune(service.archive, service.world.clock.ms + 1)
+    [last] = service.archive.bases(1)
+    assert not service.archive.has_piece(1, 1)
+    damaged = base_name(1, last)
+    service.bucket.objects[damaged] = service.bucket.objects[damaged][:-1] + b"x"
+    service.archiver_dies(0)
+    service.append("a", 3, "disk")
+    with capture_logs() as logs:
+        for _ in range(3):
+            service.ship(0)
+    assert damaged in next(line["reason"] for line in logs if "cannot be read" in line["event"])
+    assert service.archive.bases(1)[-1] > last
+    del service.bucket.objects[damaged]
+    service.moments = {
+        at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects and at[1] > last
+    }
+
+
 def test_a_clock_that_was_put_back_hides_no_lag(service: Archiving) -> None:
     """The newest moment bore a later time, so the archive counted as up to date, and no alert told that it was away."""
     clock, page = service.leader.rig.clock, service.leader.rig.shared.control
@@ -341,6 +457,57 @@ def test_a_former_leader_that_was_stopped_prunes_nothing_of_its_heirs(service: A
         former.step(0)
     assert set(service.bucket.objects) == there
     assert former.rig.shared.control.is_taken_over
+
+
+def test_a_former_leader_without_news_prunes_nothing_of_its_heirs(service: Archiving) -> None:
+    """It had nothing to ship, so it did not meet the piece by which the heir had taken over, and pruned each hour."""
+    service.append("a", 3, "disk")
+    service.world.keep_ms = archiver.BASE_MS
+    service.archiver_dies(0)
+    for _ in range(6):
+        service.ship(0)
+    service.world.keep_ms = 0
+    for _ in range(4):
+        service.follow([])
+    former = service.leader
+    service.take_over([])
+    for _ in range(2):
+        service.leader.rig.clock.ms += 2 * archiver.BASE_MS
+        service.append("a", 3, "disk")
+        for _ in range(3):
+            service.ship(0)
+    there = set(service.bucket.objects)
+    for _ in range(3):  # it may end a base of its own first
+        former.step(0)
+    assert not there - set(service.bucket.objects)
+    assert former.rig.shared.control.is_taken_over
+
+
+def test_a_stop_waits_for_no_base_that_cannot_be_made_now(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The archiver took its steps one after the other, without a pause, until its time to stop was over."""
+    service.append("a", 12, "disk")
+    service.cut()
+    data = sorted(Path(service.leader.data_dir).rglob("*.data"))[0]
+    data.rename(away := data.with_suffix(".away"))
+    for _ in range(3):
+        service.ship(0)
+    found, steps = service.leader.archivers[0], list[int]()
+    taken = found.step
+
+    def step() -> int | None:
+        steps.append(len(steps))
+        assert len(steps) < 10, "it stops"
+        return taken()
+
+    monkeypatch.setattr(found, "step", step)
+    stop = threading.Event()
+    stop.set()
+    found.work(stop)
+    assert len(steps) == 1
+    away.rename(data)
+    service.leader.rig.clock.ms += archiver.BASE_RETRY_MS
+    found.work(stop)
+    assert service.archive.bases(1), "it is waited for where it can be made"
 
 
 @pytest.mark.parametrize("is_based", [False, True])
@@ -819,6 +986,43 @@ def test_a_look_at_an_archive_beside_a_pruning_finds_no_damage(service: Archivin
             if not pruned:
                 break
         assert nth > 20
+
+
+def test_topics_that_became_archived_at_once_are_shown_a_part_at_a_time(keeping: Archiving) -> None:
+    """A shard of a follower showed all of them in one turn, and held up its requests for 20 ms with 5,000."""
+    leader = keeping.leader
+    leader.answers = True
+    keeping.append("a", 3, "disk")
+    for _ in range(2):
+        keeping.ship(0)
+    for _ in range(4):
+        keeping.follow([])
+    names = [f"t-{number}" for number in range(3 * MOVED_MAX)]
+    for name in names:
+        leader.rig.append(name, b"1")
+    for _ in range(2):
+        keeping.follow([])
+    rig = keeping.follower
+    assert rig is not None
+
+    def archived() -> list[int]:
+        found = [(rig.owner(name), rig.reader_of(rig.owner(name)).look_up(name)) for name in names]
+        assert all(view for _, view in found), "the leader has told of them"
+        return [sum(view[1].archived_seq for at, view in found if at == shard and view) for shard in range(SHARDS)]
+
+    assert archived() == [0, 0]
+    keeping.ship(0)
+    shard = rig.every[0].shard
+    for _ in range(10):
+        keeping.world.clock.ms += 1000
+        rig.follower.step()
+    before = archived()
+    shard.copy()
+    assert archived() == [before[0] + MOVED_MAX, before[1]]
+    assert not shard.is_idle
+    while not shard.is_idle:
+        shard.copy()
+    assert archived()[0] == sum(rig.owner(name) == 0 for name in names)
 
 
 def test_what_two_prunings_began_at_once_goes_with_the_next_one(service: Archiving) -> None:

@@ -13,6 +13,7 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import NotThereError, WantedMoment, plan
+from topics.cli.read import timestamp_ms
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, generation_name, open_archive
 
 
@@ -77,7 +78,7 @@ def test_a_seq_that_two_records_had_names_the_moments_of_both(tmp_path: Path) ->
         with pytest.raises(NotThereError, match=r"has had 2 records .* went back, or the topic was deleted") as caught:
             archive.generation_with(seq)
         words = str(caught.value).split()
-        moments = [int(words[at + 1]) for at, word in enumerate(words) if word == "--to-ts"]
+        moments = [timestamp_ms(words[at + 1]) for at, word in enumerate(words) if word == "--to-ts"]
         found = [plan(archive.archive, WantedMoment(ts_ms=moment)) for moment in moments]
         assert [(one.generation.number, one.moment.taken_ms) for one in found] == list(
             zip((1, 2), moments, strict=True)

@@ -247,6 +247,32 @@ def test_the_probe_says_that_a_bucket_cannot_be_reached(s3: Proxy, s3_place: str
 
 
 @pytest.mark.parametrize(
+    ("url", "env", "wanted"),
+    [
+        ("s3://b/x", {"AWS_METADATA_ENDPOINT": "http://127.1:1", "AWS_ALLOW_HTTP": "true"}, "AWS_SECRET_ACCESS_KEY"),
+        ("s3://b/x", {"AWS_ACCESS_KEY_ID": "id"}, "AWS_SECRET_ACCESS_KEY"),
+        ("az://b/x", {}, "AZURE_STORAGE_ACCOUNT_NAME"),
+        (
+            "az://b/x",
+            {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_MSI_ENDPOINT": "http://127.1:1/", "AZURE_ALLOW_HTTP": "true"},
+            "AZURE_STORAGE_ACCOUNT_KEY",
+        ),
+    ],
+)
+def test_a_bucket_without_credentials_names_the_variables(
+    url: str, env: dict[str, str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message was that of the library: it told of an address that nobody had written anywhere."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match=rf"no credentials were found: set .*{wanted}"):
+        open_store(OsFileSystem(), url, TIMEOUT_MS).list("generations/")
+
+
+@pytest.mark.parametrize(
     "url", ["s3://key:secret@bucket/x", "gs://b/x?token=secret", "az://b/x#secret", "https://k:secret@h"]
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:

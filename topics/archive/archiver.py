@@ -107,8 +107,10 @@ class Archiver:
         while True:
             is_last = stop.is_set()
             pause_ms = self.step()
-            # Until a restore can get to what was shipped last.
-            if is_last and (pause_ms is not None or self._shipper is None or self._shipper.is_based):
+            # Until a restore can get to what was shipped last, unless no base can be made now.
+            shipper = self._shipper
+            is_based = shipper is None or shipper.is_based or not (self._underway or self._is_base_due(shipper))
+            if is_last and (pause_ms is not None or is_based):
                 return
             if pause_ms is None:
                 self._sleep(stop)
@@ -123,9 +125,8 @@ class Archiver:
         cell.set("moment_ms", min(cell.get("moment_ms"), self._clock.now_ms()))  # the clock may have been put back
         try:
             if self._shipper is None:
-                shipper = self._make_shipper()
-                shipper.begin()
-                self._shipper, self._counted = shipper, Shipped(0, 0, 0, 0)
+                self._shipper, self._counted = self._make_shipper(), Shipped(0, 0, 0, 0)
+                self._shipper.begin()
             self._ship(self._shipper)
         except NoMomentError:
             pause_ms = NO_MOMENT_MS
@@ -135,8 +136,9 @@ class Archiver:
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             self._tell(error)
-            if self._shipper is not None and isinstance(error, OSError):
-                self._prune()  # the archive's disk may be full; never when somebody took over
+            if self._shipper is not None and self._shipper.is_own and isinstance(error, OSError):
+                with suppress(*_FAILURES):
+                    self._prune(self._shipper)  # the archive's disk may be full
         else:
             self._failures, self._told = 0, ""
             return None
@@ -159,7 +161,7 @@ class Archiver:
         self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
         self._tend_base(shipper)
-        self._prune()
+        self._prune(shipper)
 
     def _note(self, shipper: Shipper, shipped: Shipped) -> None:
         """Show how far the archive is, once a restore can get there."""
@@ -248,12 +250,13 @@ class Archiver:
             self._underway.files.give_up()
             self._underway = None
 
-    def _prune(self) -> None:
+    def _prune(self, shipper: Shipper) -> None:
         """Have removed what only moments before the history that is kept need, once in PRUNE_MS."""
         now_ms, trusted_ms = self._clock.monotonic_ms(), self._expiry.now_ms()
         if not self._plan.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
             return
         self._prune_not_before_ms = now_ms + PRUNE_MS
+        shipper.require_end()  # never when somebody took over
         before_ms = trusted_ms - self._plan.keep_ms
         self._helpers.submit(self._prune_before, before_ms)
 

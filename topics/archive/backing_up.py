@@ -11,6 +11,7 @@ from typing import Final
 
 from topics.archive.shipping import NoMomentError, Shipped, Shipper
 from topics.core.clock import Clock
+from topics.log import get_logger
 from topics.shm import shm_names
 from topics.shm.control import ControlPage
 from topics.storage import service_id
@@ -22,6 +23,8 @@ from topics.storage.notes import note_path
 from topics.storage.origin import LogEnds, Origin, RestingEnds, RunningEnds
 
 _RETRY_S: Final = 0.1
+
+log = get_logger()
 
 
 def backup(
@@ -43,6 +46,7 @@ def backup(
         raise OSError(errno.EINVAL, reason, data_dir)
     until_ms = clock.monotonic_ms() + patience_ms
     archive = Archive(open_archive(fs, to))
+    is_new = not archive.generations()
     while True:
         try:
             with _ends(data_dir) as ends:
@@ -54,6 +58,9 @@ def backup(
                     os.lchown(id_path, owner.st_uid, owner.st_gid)
                 shipper = Shipper(archive, origin, own_id, clock, told, mask)
                 shipper.begin()
+                if is_new:
+                    what = "a new archive is begun, as there was none: if there should be one, mount its disk"
+                    log.warning(what, place=archive.store.place(""))
                 return shipper.base()
         except NoMomentError:
             if clock.monotonic_ms() >= until_ms:

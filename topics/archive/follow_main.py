@@ -17,7 +17,7 @@ from typing import Final
 
 from topics.archive.archiver import LEADER_SIGN_MS
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
-from topics.archive.main import REQUEST_MS, STOP, told_to_stop
+from topics.archive.main import REQUEST_MS, STOP, stand_by
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
@@ -273,7 +273,6 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     clock, fs = SystemClock(), OsFileSystem()
     cell = shared.control.cell(Role.ARCHIVER, 0)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
-    stop = threading.Event()
     note = read_note(fs, settings.data_dir)
     archive = Archive(open_archive(fs, settings.follow, REQUEST_MS, new=note is None or not note.piece))
     replica = Replica(archive, fs, settings.data_dir, settings.wal_shards, clock)
@@ -281,18 +280,4 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     follower = Follower(replica, fs, settings, shared, clock, LeaderTail(settings.follow_key, clock), helper)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
-    worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)
-    worker.start()
-    cell.set("state", ProcessState.READY)
-    while not told_to_stop():
-        cell.set("heartbeat_ms", clock.now_ms())
-        has_ended = not worker.is_alive()  # first: it ends with its exit code
-        if follower.exit_code is not None:
-            return follower.exit_code
-        if has_ended:
-            log.error("the process begins again: its thread has ended, the log says why")
-            return 1
-    stop.set()
-    helper.shutdown(wait=False, cancel_futures=True)
-    cell.set("state", ProcessState.STOPPED)
-    return 0
+    return stand_by(cell, clock, follower.work, helper, code=lambda: follower.exit_code)

@@ -52,13 +52,19 @@ class GenerationFigures(msgspec.Struct, frozen=True):
     last_ms: int | None
     pieces: int
     bases: list[BaseFigures]
+    damaged: list[str]
+    """A sentence for each base that cannot be read."""
 
 
 class _Found(NamedTuple):
-    """A generation as it is: its bases, ascending, and its last piece, 0 if none can be restored."""
+    """A generation as it is: the numbers of its bases and those that can be read, ascending; what is wrong with the
+    others; and its last piece, 0 without a base.
+    """
 
     generation: Generation
+    numbers: list[int]
     bases: list[Base]
+    damaged: list[str]
     last: int
 
 
@@ -96,23 +102,32 @@ def _look(archive: Archive, told: Told) -> list[_Found]:
     work = [(number, archive.bases(number)) for number in archive.generations()]
     found, done, total = [], 0, sum(len(base_numbers) for _, base_numbers in work)
     for number, base_numbers in work:
-        bases = []
+        bases: list[Base] = []
+        damaged: list[str] = []
         for base_no in base_numbers:
-            bases.append(archive.base(number, base_no)[0])
+            try:
+                bases.append(archive.base(number, base_no)[0])
+            except ArchiveDamagedError as damage:
+                if not archive.has_base(number, base_no):
+                    raise  # it was pruned just now
+                way_out = (
+                    "put it back from a copy, or remove it if there is one before it, which gives its moments, too"
+                )
+                damaged.append(f"{damage}; {way_out}")
             done += 1
             told(done, total)
-        last = archive.last_piece(number, base_numbers[-1]) if bases else 0
-        found.append(_Found(archive.generation(number), bases, last))
+        last = archive.last_piece(number, base_numbers[-1]) if base_numbers else 0
+        found.append(_Found(archive.generation(number), base_numbers, bases, damaged, last))
     return found
 
 
 def _last_ms(archive: Archive, found: _Found) -> int:
-    """Return the time of the last moment, 0 if there is none."""
-    return archive.piece(found.generation.number, found.last)[0].taken_ms if found.bases else 0
+    """Return the time of the last piece, 0 without a base."""
+    return archive.piece(found.generation.number, found.last)[0].taken_ms if found.last else 0
 
 
 def _figures(archive: Archive, found: _Found) -> GenerationFigures:
-    generation, bases, last = found
+    generation, _, bases, damaged, last = found
     shown = [
         BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
         for base in bases
@@ -123,9 +138,10 @@ def _figures(archive: Archive, found: _Found) -> GenerationFigures:
         generation.shards,
         generation.begun_ms,
         first_ms=bases[0].taken_ms if bases else None,
-        last_ms=_last_ms(archive, found) or None,
+        last_ms=_last_ms(archive, found) if bases else None,
         pieces=last - bases[0].first_piece + 1 if bases else 0,
         bases=shown,
+        damaged=damaged,
     )
 
 
@@ -138,8 +154,6 @@ def check(archive: Archive, told: Told) -> list[str]:
     try:
         numbers = archive.generations()
         work = [(number, archive.bases(number)) for number in numbers]
-        if not numbers:
-            problems.append(f"{archive.store.place('')}: there is no archive here")
     except ArchiveDamagedError as damage:
         return [str(damage)]
     for number, base_numbers in work:
@@ -212,7 +226,8 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
     """Remove what only moments before `before_ms` need. The last moment always stays, and what restored services still
     read: everything from the oldest base on that has a loan. Backups and other prunings may run beside it. Raise
-    ArchiveDamagedError, OSError: the next one goes on. `told` hears how many of how many objects looked at are gone.
+    OSError: the next one goes on. Raise ArchiveDamagedError at the end, when everything that can be judged in spite of
+    that is gone. `told` hears how many of how many objects looked at are gone.
     """
     removed: Counter[str] = Counter()
     return _beside_prunings(lambda: _prune(archive, before_ms, removed, told))
@@ -227,13 +242,18 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
         told(removed.total(), total)
 
     every = _look(archive, tell_nobody)
+    damaged = [damage for found in every for damage in found.damaged]
     newest = max((found.generation.number for found in every if found.bases), default=0)
     for found in every:
         generation = found.generation.number
-        # Generations behind the newest moment have no base yet.
-        is_over = generation < newest and _last_ms(archive, found) < before_ms
-        left = archive.removals(generation)
-        going, lent = _superfluous(archive, found, before_ms, is_over)
+        try:
+            # Generations behind the newest moment have no base yet.
+            is_over = generation < newest and _last_ms(archive, found) < before_ms
+            left = archive.removals(generation)
+            going, lent = _superfluous(archive, found, before_ms, is_over)
+        except ArchiveDamagedError as damage:
+            damaged.append(f"{damage}; put it back from a copy: its generation stays until then")
+            continue
         listed = {name for removal in left for name in removal.names}
         if names := [name for name in going if name not in listed]:
             number = max((removal.number for removal in left), default=0) + 1
@@ -263,6 +283,8 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
         for name in names:
             archive.store.delete(name)
             gone(name)
+    if damaged:
+        raise ArchiveDamagedError(f"{damaged[0]}. All that can be judged without it was pruned")
     return Pruned(**removed, loans=list(dict.fromkeys(held)))
 
 
@@ -284,28 +306,32 @@ def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool)
     """Return (the names of a generation's objects that no moment needs which stays, and no loan; the loans because of
     which others stay).
     """
-    generation, bases = found.generation.number, found.bases
-    if not bases and not is_over:
-        return [], []
-    early = [at for at, base in enumerate(bases) if base.taken_ms <= before_ms]
-    keep_from = len(bases) if is_over else max(early, default=0)
+    generation, numbers, bases = found.generation.number, found.numbers, found.bases
     loans = archive.loans(generation)
-    lent = [at for at in range(keep_from) if bases[at].number in loans]
-    keep_from = min([keep_from, *lent])
-    superfluous, kept = bases[:keep_from], bases[keep_from:]
+    early = [base.number for base in bases if base.taken_ms <= before_ms]
+    # Bases below this number go. It is that of one that can be read: what the others need nobody knows.
+    bound = numbers[-1] + 1 if is_over and numbers else max(early, default=0)
+    lent = [number for number in numbers if number < bound and number in loans]
+    if lent:
+        bound = max((base.number for base in bases if base.number <= lent[0]), default=0)
+    if not bases and (lent or not is_over):
+        return [], [loans[number] for number in lent]
+    kept = [base for base in bases if base.number >= bound]
     # The first base may have come later than the first piece.
     first = 1 if not bases or archive.has_piece(generation, 1) else bases[0].first_piece
+    while first > 1 and numbers[0] < bases[0].number and archive.has_piece(generation, first - 1):
+        first -= 1  # of a base that cannot be read
     last = 0 if kept else archive.last_piece(generation, found.last)
     if last and archive.piece(generation, last)[0].taken_over_by:
         last -= 1  # however late its archiver goes on, it meets the end
     pieces = range(first, kept[0].first_piece if kept else last + 1)
     kept_names = {ref.name for base in kept for ref in base.files}
-    names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
+    names = sorted({ref.name for base in bases for ref in base.files} - kept_names)
     if is_over and not lent:
         names = archive.store.list(file_name(generation, ""))
-    going = [base_name(generation, base.number) for base in superfluous]
+    going = [base_name(generation, number) for number in numbers if number < bound]
     going += [piece_name(generation, piece_no) for piece_no in pieces]
-    return going + names, [loans[bases[at].number] for at in lent]
+    return going + names, [loans[number] for number in lent]
 
 
 def _base_of(name: str) -> int:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 from topics.archive.archiver import LEADER_SIGN_MS, Archiver, ArchiverPlan
 from topics.archive.shipping import Shipper
-from topics.core.clock import SystemClock
+from topics.core.clock import Clock, SystemClock
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import HEARTBEAT_MS, ProcessState, Role
+from topics.shm.control import HEARTBEAT_MS, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, service_id
 from topics.storage.archive_objects import Archive, open_archive
@@ -32,6 +34,9 @@ REQUEST_MS: Final = 30_000
 """Time-out of a request to the bucket."""
 NICENESS: Final = 5
 
+Work = Callable[[threading.Event], None]
+Code = Callable[[], int | None]
+
 log = get_logger()
 
 
@@ -42,8 +47,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     clock, fs = SystemClock(), OsFileSystem()
     cell = shared.control.cell(Role.ARCHIVER, 0)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
-    os.nice(NICENESS)
-    stop = threading.Event()
+    with suppress(PermissionError):  # a sandbox may forbid it
+        os.nice(NICENESS)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
 
     archive = Archive(open_archive(fs, settings.archive_url, REQUEST_MS))
@@ -59,26 +64,33 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     plan = ArchiverPlan(interval_ms, settings.archive_keep_ms, gives_signs)
     helpers = ThreadPoolExecutor(2, "archive")
     archiver = Archiver(archive, make_shipper, shared.control, shared.shard_wakes, plan, clock, helpers)
-    worker = threading.Thread(target=archiver.work, args=(stop,), name="shipping", daemon=True)
+    return stand_by(cell, clock, archiver.work, helpers, LAST_SHIP_S)
+
+
+def stand_by(
+    cell: ProcessCell, clock: Clock, work: Work, helpers: Executor, last_s: float = 0, code: Code = lambda: None
+) -> int:
+    """Have a thread do the work of this process until SIGTERM, and then for `last_s`. Return the exit code of the
+    process: 1 if the thread has died without a `code`.
+    """
+    stop = threading.Event()
+    worker = threading.Thread(target=work, args=(stop,), name="archive-work", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
-    while not told_to_stop():
+    # A process that was stopped for longer than that gets a signal of any number from CPython, which nobody sent.
+    while (found := signal.sigtimedwait(STOP, HEARTBEAT_MS / 1000)) is None or found.si_signo not in STOP:
         cell.set("heartbeat_ms", clock.now_ms())
-        if not worker.is_alive():
-            log.error("the archiver begins again: its thread has ended, the log says why")
+        has_ended = not worker.is_alive()  # first: it ends with its exit code
+        if (exit_code := code()) is not None:
+            return exit_code
+        if has_ended:
+            log.error("the process begins again: its thread has ended, the log says why")
             return 1
     stop.set()
     cell.set("state", ProcessState.DRAINING)
-    worker.join(LAST_SHIP_S)
-    if worker.is_alive():
+    worker.join(last_s)
+    if last_s and worker.is_alive():
         log.warning("stopped before the last records were in the archive: the next start ships them")
     helpers.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0
-
-
-def told_to_stop() -> bool:
-    """Wait for the time of a heartbeat, or until SIGTERM comes; return whether it came."""
-    found = signal.sigtimedwait(STOP, HEARTBEAT_MS / 1000)
-    # A process that was stopped for longer than that gets a signal of any number from CPython, which nobody sent.
-    return found is not None and found.si_signo in STOP

@@ -22,7 +22,7 @@ import msgspec
 
 from topics.archive.borrowing import NoLoanError, borrow
 from topics.archive.directory_copy import DirectoryCopy, fetched_ahead
-from topics.core.clock import Clock
+from topics.core.clock import Clock, iso
 from topics.core.location import LOCATION_LOST
 from topics.core.shard_state import FoldedTopic
 from topics.log import get_logger
@@ -95,10 +95,11 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
         raise NotThereError(f"{place}: there is no archive here")
     if wanted.topic is not None:
         return _plan_of_record(archive, numbers, wanted.topic, wanted.seq)
-    earliest_ms = None
+    earliest_ms, newest = 0, (0, 0)
     for number in reversed(numbers):
         bases = archive.bases(number)
         last = archive.last_piece(number, bases[-1]) if bases else 0
+        newest = max(newest, (number if bases else 0, last))
         for base_no in reversed(bases):
             base, body = archive.base(number, base_no)
             earliest_ms = base.taken_ms
@@ -108,9 +109,14 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
                 assert moment is not None
                 return Plan(archive.generation(number), base, bytes(body), moment)
             last = base_no - 1
-    if earliest_ms is None:
+    if wanted.ts_ms is None or not earliest_ms:
         raise NotThereError(f"{place}: {_NO_BASE}")
-    raise NotThereError(f"{place}: {wanted.ts_ms} is before the first moment, which is of {earliest_ms}")
+    reach = f"there are moments from {_shown(earliest_ms)} to {_shown(archive.piece(*newest)[0].taken_ms)}"
+    raise NotThereError(f"{place}: {_shown(wanted.ts_ms)} is before the first moment: {reach}")
+
+
+def _shown(ts_ms: int) -> str:
+    return f"{iso(ts_ms)} ({ts_ms})"
 
 
 def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int) -> int:
@@ -140,7 +146,7 @@ def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) 
         ways += [] if way is None else [way]
     place, known = archive.store.place(""), {ts: found for found, ts in reversed(ways) if ts is not None}
     if len(known) > 1:
-        moments = " and ".join(f"--to-ts {found.moment.taken_ms}" for found in reversed(known.values()))
+        moments = " and ".join(f"--to-ts {_shown(found.moment.taken_ms)}" for found in reversed(known.values()))
         why = "its service went back, or the topic was deleted and made again; the first moments with them are"
         raise NotThereError(f"{place}: topic {topic!r} has had {len(known)} records {seq}: {why} {moments}")
     if not ways:

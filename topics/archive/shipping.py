@@ -97,6 +97,8 @@ class Shipper:
         self._notes_place = notes_place
         self._nonce = secrets.token_hex(8)
         self._generation: Generation | None = None
+        self.is_own = False
+        """True once `begin` has found that this service may ship here."""
         self.last_base: Base | None = None
         """The newest base; without one nothing can be restored."""
         self._files: dict[str, FileRef] = {}
@@ -127,6 +129,7 @@ class Shipper:
             if last is None:
                 close_former(self._archive, newest.number - 1, self._clock, self._service_id)
             is_open = last is None or not last.taken_over_by
+        self.is_own = True
         logs, _ = self._moment(None)  # after the look at what is shipped: it cannot be before that
         if not is_open or not self._goes_on(logs):
             number = max(numbers, default=0) + 1
@@ -147,6 +150,12 @@ class Shipper:
     def ends(self) -> list[WalPosition]:
         """The ends of the logs as they were shipped, by shard."""
         return [end.position for end in self._ends]
+
+    def require_end(self) -> None:
+        """Raise OtherShipperError if there is a piece behind the last one: somebody may have taken over."""
+        if self._generation is not None and self._archive.has_piece(self._generation.number, self._number + 1):
+            name = piece_name(self._generation.number, self._number + 1)
+            raise OtherShipperError(f"{self._store.place(name)}: somebody else made this object")
 
     def ship(self, is_sign: bool = False) -> Shipped:
         """Ship the present moment; without a base only its bytes. A piece that `is_sign` of life is shipped even if it
@@ -228,9 +237,14 @@ class Shipper:
         bases = self._archive.bases(generation.number)
         known = 0
         if bases:
-            self.last_base, _ = self._archive.base(generation.number, bases[-1])
-            self._files = {ref.path: ref for ref in self.last_base.files}
-            known = self.last_base.number
+            known = bases[-1]
+            try:
+                self.last_base, _ = self._archive.base(generation.number, known)
+                self._files = {ref.path: ref for ref in self.last_base.files}
+            except ArchiveDamagedError as damage:
+                if not self._archive.has_base(generation.number, known):
+                    raise
+                log.error("the newest base cannot be read, so another one is made at once", reason=str(damage))
         self._number = self._archive.last_piece(generation.number, known)
         if not self._number:
             return None
@@ -380,12 +394,14 @@ class Shipper:
     def _piece_of(self, start: LogStart) -> int:
         """Return the first piece with anything behind this place of a log, the last piece if none has."""
         assert self._generation is not None
+        number = self._generation.number
         low, high = 0 if self.last_base is None else self.last_base.first_piece - 1, self._number
         while high - low > 1:
             middle = (low + high) // 2
             ends = self._piece_ends.get(middle)
             if ends is None:
-                ends = self._archive.piece(self._generation.number, middle)[0].ends
+                is_pruned = self.last_base is None and not self._archive.has_piece(number, middle)
+                ends = [] if is_pruned else self._archive.piece(number, middle)[0].ends
             is_behind = any(end.shard == start.shard and end.position > start.position for end in ends)
             low, high = (low, middle) if is_behind else (middle, high)
         return high

@@ -12,8 +12,8 @@ import msgspec
 
 from topics.archive.inspection import check, figures, prune
 from topics.archive.restoring import NotThereError
-from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, iso, mebibytes, place, show
-from topics.core.clock import SystemClock
+from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, mebibytes, place, show
+from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
@@ -44,19 +44,22 @@ def _verb(verbs: Any, name: str, work: Work, about: str, examples: str) -> argpa
 
 
 def _opened(options: argparse.Namespace) -> Archive:
-    return Archive(open_archive(OsFileSystem(), options.place))
+    archive = Archive(open_archive(OsFileSystem(), options.place))
+    if not archive.generations():
+        raise NotThereError(f"{archive.store.place('')}: there is no archive here")
+    return archive
 
 
 def _run_list(options: argparse.Namespace) -> int:
     archive = _opened(options)
     with progress("base", 0) as bar:
         found = figures(archive, partial(show, bar))
+    damaged = [damage for generation in found for damage in generation.damaged]
+    if damaged:
+        print(f"topics archive list: {damaged[0]}", file=sys.stderr)
     if options.json:
         print(msgspec.json.encode({"generations": found}).decode())
-        return 0
-    if not found:
-        print(f"{options.place}: there is no archive here")
-    for generation in found:
+    for generation in [] if options.json else found:
         reach = "nothing can be restored: its first base is not complete"
         if generation.first_ms is not None and generation.last_ms is not None:
             reach = f"any time from {iso(generation.first_ms)} to {iso(generation.last_ms)}"
@@ -69,7 +72,7 @@ def _run_list(options: argparse.Namespace) -> int:
             print(f"  base {base.number}  {iso(base.taken_ms)}  {size}")
         for base_no, loan in archive.loans(generation.number).items():
             print(f"  base {base_no}: {_loan(archive, loan)}")
-    return 0
+    return EXIT_FAILED if damaged else 0
 
 
 def _run_verify(options: argparse.Namespace) -> int:
@@ -96,8 +99,6 @@ def _loan(archive: Archive, name: str) -> str:
 
 def _run_prune(options: argparse.Namespace) -> int:
     archive = _opened(options)
-    if not archive.generations():
-        raise NotThereError(f"{archive.store.place('')}: there is no archive here")
     with progress("object", 0) as bar:
         removed = prune(archive, SystemClock().now_ms() - options.keep, partial(show, bar))
     if options.json:

@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from tqdm import tqdm
@@ -27,7 +26,7 @@ EXIT_LATER: Final = 4
 CODES: Final = """exit codes:
   0  done
   1  the archive or the directory is damaged, incomplete, not writable, or of another service
-  2  usage, or there is no such moment in the archive
+  2  usage, or there is no archive at that place, or no such moment in it
   4  not now: the service starts, stops or recovers, or the store does not answer; nothing was lost, try again"""
 PLACE: Final = "a directory, or the URL of a bucket: s3://bucket/prefix, gs://…, az://…, file:///…"
 _FAILURES: Final = (ArchiveDamagedError, OtherShipperError, DataDirLocked, RefusedLog, UnknownSnapshotVersion, EOFError)
@@ -83,11 +82,6 @@ def mebibytes(size_bytes: int) -> str:
 def show(bar: tqdm[Any], done: int, total: int) -> None:
     bar.total = total
     bar.update(done - bar.n)
-
-
-def iso(ts_ms: int) -> str:
-    """Return a time as people and `--to-ts` write it, in UTC."""
-    return datetime.fromtimestamp(ts_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
 def duration_ms(text: str) -> int:

@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from topics.archive.backing_up import backup
-from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, place, show
-from topics.core.clock import SystemClock
+from topics.cli.archive_shared import PLACE, fill_command, mebibytes, place, show
+from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.filesystem import OsFileSystem
 

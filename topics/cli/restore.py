@@ -14,9 +14,9 @@ import msgspec
 
 from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, WantedMoment, plan, reserved
-from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, place, show
+from topics.cli.archive_shared import PLACE, fill_command, mebibytes, place, show
 from topics.cli.read import timestamp_ms
-from topics.core.clock import SystemClock
+from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem

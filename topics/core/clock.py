@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Final, NamedTuple, Protocol
 
 
@@ -39,6 +40,11 @@ class SystemClock:
 
     def monotonic_ms(self) -> int:
         return time.monotonic_ns() // 1_000_000
+
+
+def iso(ts_ms: int) -> str:
+    """Return a time as people write it, in UTC."""
+    return datetime.fromtimestamp(ts_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
 _DOUBLINGS_MAX: Final = 32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from itertools import islice
 from typing import Final, NamedTuple, NoReturn
 
 from topics.core.config import TopicConfig
@@ -23,6 +24,7 @@ from topics.storage.log_tail import LogTail
 from topics.storage.logfile import WalPosition
 from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
+from topics.walshard.commit.logs import MOVED_MAX
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.routing import Routing
@@ -99,17 +101,19 @@ class FollowedLog:
         self._catalog = catalog
         self._routing = routing
         self._configs = {hosted.topic.id: hosted.topic.config for hosted in catalog}
+        self._due: dict[int, Hosted] = {}
+        """Topics that the archive has more of, to be shown, by their ids."""
 
     @property
     def has_news(self) -> bool:
         until = self._until()
-        return (until is not None and until > self._tail.position) or self._wait.is_due
+        return (until is not None and until > self._tail.position) or self._wait.is_due or bool(self._due)
 
     def read(self) -> News:
         """Fold new frames of the log. After TailLost, FoldError, OSError, ArenaFullError the shard must start again."""
         until = self._until()
         if until is None or until <= self._tail.position:
-            return News(self._archived(), {})
+            return News(self._archived([]), {})
         touched: set[int] = set()
         watchers: dict[int, int] = {}
         router_ids: set[int] = set()
@@ -123,16 +127,19 @@ class FollowedLog:
         for hosted in filter(None, map(self._catalog.find_id, gone)):  # first, since new topics may have their names
             del self._configs[hosted.topic.id]
             self._wait.forget(hosted)
+            self._due.pop(hosted.topic.id, None)
             self._catalog.retire(hosted)
             watchers |= hosted.watchers
         changed = [self._take(self._fold.topics[topic_id]) for topic_id in touched - gone]
         self._routing.follow(self._fold.routers, changed, router_ids)
         self._wait.committed(changed, until.word)
-        return News(list({id(hosted): hosted for hosted in (*changed, *self._archived())}.values()), watchers)
+        return News(list({id(hosted): hosted for hosted in (*changed, *self._archived(changed))}.values()), watchers)
 
-    def _archived(self) -> list[Hosted]:
-        """Count records that came into the archive as durable; return their topics."""
-        moved = self._wait.poll()
+    def _archived(self, changed: list[Hosted]) -> list[Hosted]:
+        """Have what came into the archive count as durable; return those topics, MOVED_MAX of the unchanged at most."""
+        self._due |= {hosted.topic.id: hosted for hosted in self._wait.poll()}
+        moved = [self._due.pop(hosted.topic.id) for hosted in changed if hosted.topic.id in self._due]
+        moved += [self._due.pop(topic_id) for topic_id in list(islice(self._due, MOVED_MAX))]
         for hosted in moved:
             hosted.topic.durable_seq = hosted.topic.archived_seq
         return moved
