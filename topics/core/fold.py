@@ -431,7 +431,7 @@ class Fold:
         return True
 
     def _end_jobs(self, topic: Topic, seqs: Sequence[int]) -> None:
-        """End deleted jobs, even if the frame comes again: frames before it came again too and brought the jobs back."""
+        """End deleted jobs, even if the frame comes again: frames before it came again too and brought jobs back."""
         if topic.queue is not None:
             topic.queue.deleted(seqs)
 

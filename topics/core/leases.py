@@ -219,7 +219,7 @@ class Leases(QueueJobs):
                 self._return(seq, job)
 
     def extend(self, seqs: Iterable[int], lease_ms: int, now: Now) -> list[tuple[int, int, int, int]]:
-        """Let leases end `lease_ms` from now. Return the former (seq, deadline_ms, due_ms, lease_ms), for `unextend`."""
+        """Let leases end `lease_ms` from now. Return their former times as `unextend` takes them."""
         former = []
         for seq in seqs:
             job = self._jobs[seq]

@@ -90,7 +90,7 @@ class Topic:
             check_room(self.name, self.config, count, size_bytes, *held)
 
     def growth(self, count: int, size_bytes: int) -> int:
-        """Return by how many bytes a write of `count` records makes `live_bytes` grow: its size less what caps evict."""
+        """Return how much a write of `count` records adds to `live_bytes`: its size less the bytes that caps evict."""
         return size_bytes - self._over_cap(count, size_bytes)[1]
 
     def must_expire_first(self, count: int, size_bytes: int, now_ms: int) -> bool:
