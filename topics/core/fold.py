@@ -77,7 +77,7 @@ class Fold:
         self._ceilings: dict[int, int] = {}
         """Head watermarks of durable topics."""
         self.lost_end = LostEnd(set(), set())
-        """Complete after `finish`."""
+        """The loss at the end of the log; complete after `finish`."""
         self._uncounted: set[int] = set()
         """Topics to count by their index: the durable log cannot know how many records came from RAM or were lost."""
 
