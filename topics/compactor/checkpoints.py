@@ -1,13 +1,13 @@
-"""A checkpoint of one shard: its topics' new records, and deletions in their segments, reach the disk.
+"""A checkpoint of one shard brings its topics' new records, and deletions in their segments, to the disk.
 
-`Checkpoints` puts records into segments, syncs them and has the shard log that (a mark). A checkpoint that is killed or
-refused is simply repeated: a topic goes on where its last mark in the log ends.
+`Checkpoints` puts records into segments, syncs them and has the shard log that (a mark). If a checkpoint is killed or
+refused, the next one repeats it: a topic goes on where its last mark in the log ends.
 
-`DurableMarks` syncs deletions before a snapshot that contains them, for no start reads them from the log then. The
-shard marks deletions in segments at once, this process syncs the marks. A sync that failed reports the failure only
-once: the pages count as clean then, and the next sync of the file succeeds though they never reached the disk. So after
-a failed sync the shard marks all deletions since the last snapshot again. It also does so once in each life of this
-process, because the former life may have ended right after such a failure.
+`DurableMarks` syncs deletion marks before the compactor saves a snapshot that covers them: a start from that snapshot
+does not read these deletions from the log. The shard writes the marks into segments at once; this process syncs them.
+The kernel reports a failed sync only once: the pages count as clean then, and the next sync of the file succeeds though
+they never reached the disk. So after a failed sync the shard writes all marks since the last snapshot again. It does so
+also once in each life of this process, because the former life may have ended right after a failed sync.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from topics.storage.segment_deletes import sync_segment
 
 TOPICS_PER_SYNC: Final = 4096
 SYNC_ONE_BY_ONE_MAX: Final = 64
-"""Up to this many segments are synced file by file; for more, one sync of the file system costs less."""
+"""Up to this many segments are synced file by file. For more segments one sync of the file system costs less."""
 TOPICS_PER_MESSAGE: Final = 96
 """A shard was measured to take 20 ms for a message with 256, so 78 µs for each."""
 RECORDS_PER_STEP: Final = 1 << 16
-"""The bound for one topic at a time."""
+"""The most records that one step takes from one topic."""
 RECORDS_PER_MESSAGE: Final = 1 << 19
-"""The bound for one message: the shard checks the flags of all records. Each message costs a sync of its log."""
+"""The most records that one message marks: the shard checks the flags of all. Each message costs a sync of its log."""
 SEQS_PER_MESSAGE: Final = 2048
 """A shard takes some ms for a message with this many deletions."""
 FULL_AFTER: Final = 16
-"""After this many topics without room the disk counts as full; before, a smaller topic may still find room."""
+"""After this many topics without room the disk counts as full. Before that, a smaller topic may still find room."""
 SHOWN_WITHIN_S: Final = 5.0
-"""A checkpoint waits so long for its shard to show what the log has, for all topics together. By the clock: looks are
-far apart on a busy machine.
+"""Time that a checkpoint waits, for all topics together, until its shard shows the records that the log has. It is
+measured by the clock, because looks are far apart on a busy machine.
 """
 _POLL_S: Final = 0.001
 SEAL_AGAIN_MS: Final = 60_000
-"""The pause after a segment could not be sealed; doubled each time, up to SEAL_AGAIN_MAX_MS."""
+"""The pause after a segment could not be sealed. It doubles each time, up to SEAL_AGAIN_MAX_MS."""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
 
 log = get_logger()
 
 
 class Refused(Exception):  # noqa: N818 — named for what it is
-    """The shard did not mark everything, or does not show all of its records: it cannot write its log now."""
+    """The shard did not mark everything, or does not show all of its records: at the moment it cannot write its log."""
 
 
 class Written(NamedTuple):
@@ -82,7 +82,7 @@ class Written(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A part of one topic that is in segments and to be marked. `has_more`: the topic may have more."""
+    """A part of one topic that is in segments and has to be marked. `has_more`: the topic may have more records."""
 
     topic: Topic
     checkpoint: TopicCheckpoint
@@ -91,7 +91,7 @@ class _Step(NamedTuple):
 
 
 class _Failures:
-    """Failures of topics: their number, and the one to report. A full disk goes first: an operator can mend it."""
+    """Failures of topics: their number, and the one to report. A full disk has priority, as an operator can mend it."""
 
     def __init__(self) -> None:
         self.topics = 0
@@ -104,7 +104,7 @@ class _Failures:
         self.topics += 1
         is_no_room = error.errno in NO_ROOM
         if self.reported is None or (is_no_room and not self._no_room):
-            self.reported = error.with_traceback(None)  # its frames hold all that was to be written
+            self.reported = error.with_traceback(None)  # the traceback would keep all bytes of the write in memory
         self._no_room += is_no_room
 
     @property
@@ -132,10 +132,11 @@ class Checkpoints:
     _shown_until_s: float = 0.0
 
     def run(self, shard_copy: ShardCopy, buffers: LogBuffers) -> Written:
-        """Put everything that the copy has read into segments; then the shard's log is synced up to there.
+        """Put everything that the copy has read into segments. When this returns, the shard's log is synced up to
+        there.
 
-        Raise Refused. Raise OSError when some topics could not be written, whatever else was refused. All others are
-        marked, unless the shard refuses that or the disk is full: a topic that it does not show holds up no other.
+        Raise OSError if some topics could not be written, otherwise Refused if the shard refused something. All other
+        topics are marked nevertheless, unless the shard refuses that or the disk is full.
         """
         failures = _Failures()
         written = Written(0, 0, 0)
@@ -149,7 +150,7 @@ class Checkpoints:
             raise failures.reported from failures.refused
         if failures.refused is not None:
             raise failures.refused
-        # Also when nothing was marked: the answer means that the log is synced.
+        # Ask even if nothing has to be marked: the answer means that the log is synced.
         mark(shard_copy, [])
         reached("checkpoint.marked")
         return written
@@ -178,8 +179,8 @@ class Checkpoints:
         return Written(records, data_bytes, sealed)
 
     def _write_back_log(self, shard_copy: ShardCopy) -> None:
-        """Put the shard's log onto the disk in this process's time: the shard syncs it with the mark, and its writers
-        wait for that.
+        """Write the shard's log back to the disk from this process. The shard syncs its log with the mark, and its
+        writers wait for that sync: now it has less to do.
         """
         committed = shard_copy.link.committed
         if committed is not None:
@@ -188,12 +189,12 @@ class Checkpoints:
                 self._fs.write_back(fd, waits=True)
 
     def has_old(self, shard_copy: ShardCopy) -> bool:
-        """True if it is time to seal a segment, also one to which nothing was added."""
+        """True if it is time to seal a segment, even if it got no new records."""
         now_ms = self._clock.now_ms()
         return any(self._is_old(shard_copy, topic, now_ms) for topic in shard_copy.fold.topics.values())
 
     def _due(self, shard_copy: ShardCopy, now_ms: int) -> Iterator[Topic]:
-        """Yield topics that the log has news of, and topics whose active segment is old."""
+        """Yield topics with news in the log, and topics whose active segment is old enough to be sealed."""
         topics = shard_copy.fold.topics
         for topic_id in sorted(shard_copy.touched):
             topic = topics.get(topic_id)
@@ -267,7 +268,7 @@ class Checkpoints:
         while True:
             view = shard_copy.look_up(topic)
             if view is None:
-                # The deletion is in the log, behind the place read so far, and synced.
+                # The log has the deletion, behind the place that this copy has read, and it is synced.
                 shard_copy.deleted(topic.id)
                 return None
             if view.head_seq >= topic.head_seq:
@@ -286,7 +287,7 @@ class Checkpoints:
                         checkpoint = TopicCheckpoint(topic.id, done_seq, infos)
                         return _Step(topic, checkpoint, done_seq - entries[0] + 1, has_more=done_seq < view.head_seq)
                 except (ValueError, EOFError, FileNotFoundError) as error:
-                    moved = error  # the log was saved into a new file
+                    moved = error  # the shard has copied the end of its log to a new file: look again
             if time.monotonic() >= self._shown_until_s:
                 why = f": {moved}" if moved else ""
                 message = f"shard {shard_copy.shard} does not show all records of topic {topic.name!r}{why}"
@@ -294,8 +295,8 @@ class Checkpoints:
             self._alive()
             time.sleep(_POLL_S)
         if up_to_seq < topic.head_seq and topic.earliest_seq <= topic.head_seq:
-            # All records were evicted, which the log does not say yet. A deleted record takes the place of the last
-            # one: a state with a head that is behind both segments and floors would lack records.
+            # All records were evicted, but the log does not say so yet. Put a deleted record in place of the last one:
+            # otherwise records would be missing between the segments or floors and the head.
             evicted = array("Q", (topic.head_seq, topic.last_write_ts, 0, LOCATION_DELETED << 32))
             infos = appender.append(topic.id, last, evicted, buffer_of, now_ms)
             return _Step(topic, TopicCheckpoint(topic.id, topic.head_seq, infos), 1, has_more=False)
@@ -309,15 +310,15 @@ class Checkpoints:
 
 
 def mark(shard_copy: ShardCopy, checkpoints: list[TopicCheckpoint]) -> None:
-    """Have the shard log the checkpoints, and apply them to the fold at once: in the log they are behind the place
-    read so far.
+    """Have the shard log the checkpoints, and apply them to the fold at once: in the log they are behind the place that
+    the copy has read.
 
-    Raise Refused when the shard could not log all of them, or could not be asked.
+    Raise Refused if the shard could not log all of them, or could not be asked.
     """
     try:
         reply = shard_copy.link.call(Checkpoint(checkpoints))
     except (TopicsError, OSError) as error:
-        # The OSError is about shared memory, not about the disk or a file on it.
+        # This OSError comes from shared memory, not from the disk.
         raise Refused(f"shard {shard_copy.shard}: {error}") from error
     deleted, refused = set(reply.deleted), set(reply.refused)
     for checkpoint in checkpoints:
@@ -333,10 +334,11 @@ def mark(shard_copy: ShardCopy, checkpoints: list[TopicCheckpoint]) -> None:
 
 
 def _followed(entries: array[int], topic: Topic, earliest_seq: int) -> array[int] | None:
-    """Return the entries that may go into segments now: those of records that were read from the log, and so checked.
-    None while the shard does not show their place in it.
+    """Return the entries that may go into segments now: only of records that this process read from the log, and so
+    checked. Return None while the shard does not show these records in the log.
 
-    Records in RAM are behind all of these, but for some evicted ones that are kept for routers; those are left out.
+    Usually records in RAM come behind all of these. Evicted ones that the shard keeps for routers may come before
+    them; leave these out.
     """
     count = max(0, topic.head_seq - entries[0] + 1)
     entries = entries[: count * ENTRY_WORDS]
@@ -363,9 +365,9 @@ def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:
 
 
 class DurableMarks:
-    """Syncs the deletion marks of all shards. Owns the set of shards that have to mark again.
+    """Syncs the deletion marks of all shards. It owns the set of shards that have to write their marks again.
 
-    `alive` is called between steps. Up to `one_by_one_max` segments are synced file by file.
+    It calls `alive` between steps. It syncs up to `one_by_one_max` segments file by file.
     """
 
     def __init__(
@@ -379,13 +381,13 @@ class DurableMarks:
         self.doubted = set(range(shards))
 
     def doubt(self) -> None:
-        """Have all shards mark again: a sync of segments failed, which may have covered marks."""
+        """Have all shards write their marks again: a sync of segments failed, and it may have covered marks."""
         self.doubted = set(range(self._shards))
 
     def sync(self, shard_copy: ShardCopy) -> list[tuple[int, SegmentInfo]]:
-        """Sync every deletion that the copy has read. Return (topic id, segment) of those in segments.
+        """Sync every deletion that the copy has read. Return (topic id, segment) of each segment that has some.
 
-        Raise Refused, and OSError: then call `doubt`.
+        Raise Refused, or OSError: then call `doubt`.
         """
         marked: list[tuple[int, SegmentInfo]] = []
         seen: list[UnlocatedIndex] = []

@@ -1,4 +1,4 @@
-"""A cut: everything in the logs goes into segments and a snapshot, so that a start needs no logs before that.
+"""A cut moves everything in the logs into segments and a snapshot, so that a start needs only the logs behind it.
 
     log      ──────────────────────────────●──────────────▶
                      P(previous)           P = committed when the cut began
@@ -8,12 +8,12 @@
     4. trim                     log files before P(previous), so a start from the previous snapshot stays possible
     5. sweep                    files that neither of the two snapshots needs
 
-A shard that cannot take part keeps its part of the last snapshot, and holds up no other. When the disk is full, so that
-shards take no records or 2 or 3 have no room, the sweep does not wait for two snapshots, see `_make_room`.
+A shard that cannot take part keeps its part of the last snapshot and holds up no other shard. The disk is full if
+shards take no records, or steps 2 or 3 have no room: then the sweep does not wait for two snapshots (`_make_room`).
 
-When the previous snapshot turns out to be damaged, an older one is the fallback: then 4 and 5 are left to the next cut.
+If the previous snapshot turns out to be damaged, an older one is the fallback, and steps 4 and 5 wait for the next cut.
 
-A life that is killed anywhere is repeated from the newest snapshot on.
+If the process is killed at any step, its next life begins again from the newest snapshot.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from topics.storage.logfile import WalPosition
 from topics.storage.snapshot import ShardPart
 
 MEASURED_PER_STEP: Final = 16
-"""The number of segments measured in one step: small ones stay below the rate at which bytes may be rewritten."""
+"""The most segments measured in one step of upkeep: small ones hardly count against the bytes/s of `Rewriting`."""
 _COLD_STAYS: Final = "superfluous files in the cold directory could not be removed, which will be repeated"
 
 RETRY_MS: Final = 2_000
 """The pause after a cut that was not complete; doubled each time, up to the interval or RETRY_MAX_MS."""
 RETRY_MAX_MS: Final = 60_000
-"""A bound that holds however long the interval is: a full disk must get its room back."""
+"""The longest such pause, even if the interval is longer: a full disk must get its room back."""
 
 TIDY_MIN_MS: Final = 1_000
-"""The least time between two tries to remove what a cut could not remove: each reads all pins."""
+"""The least time between two tries to remove files that a cut could not remove: each try reads all pins."""
 SHORT_OF_ROOM_MS: Final = 1_000
-"""The time between two cuts while the disk has little room: what a delete gives up is there soon after it."""
+"""The time between two cuts while the disk has little room, so that a delete soon gives its room back."""
 SHORT_OF_ROOM_BYTES: Final = 1024 * 1024
-"""With so many new bytes the next cut does not wait for that."""
+"""With this many new bytes the next cut does not wait for SHORT_OF_ROOM_MS."""
 
 log = get_logger()
 
 
 class CutTimes:
-    """The times of cuts: `interval_ms` after the last one, at once when a shard has written `wal_bytes` since, or soon
-    when the disk has little room.
+    """Decides when to cut: `interval_ms` after the last cut, at once when a shard has written `wal_bytes` since, or
+    soon when the disk has little room.
 
-    A cut that failed is repeated earlier, but less and less often. Pure; `now_ms` is monotonic.
+    It repeats a failed cut earlier, but less and less often. Pure; `now_ms` is monotonic.
     """
 
     def __init__(self, interval_ms: int, wal_bytes: int, now_ms: int) -> None:
@@ -98,23 +98,23 @@ class CutTimes:
         return now_ms - self._tidied_ms >= max(TIDY_MIN_MS, self._retry_max_ms)
 
     def tidied(self, now_ms: int) -> None:
-        """Note that removing them was tried."""
+        """Note that the compactor has tried to remove them."""
         self._tidied_ms = now_ms
 
     def may_keep_up(self, now_ms: int) -> bool:
-        """True if upkeep may be done: after the first cut, because an error in it that ends each life of the process
-        must not keep cuts from being made. It does not wait for a long interval; `wal_bytes` bounds the log then.
+        """True if upkeep may be done. The first cut comes first: otherwise an error in upkeep that ends each life of
+        the process would prevent all cuts. Upkeep does not wait out a long interval, as `wal_bytes` bounds the log
+        then.
         """
         return self._has_tried or now_ms - self._begun_ms >= RETRY_MAX_MS
 
 
 @dataclass(eq=False)
 class Compactor:
-    """Makes cuts: puts the contents of the logs into segments and a snapshot, and removes files that are superfluous
-    then.
+    """Makes cuts: it moves the contents of the logs into segments and a snapshot, then removes superfluous files.
 
-    Owns the order of the steps; each collaborator owns its part. A cut that fails for one shard holds up no other, and
-    nothing is removed that a start from one of the two newest snapshots needs.
+    It owns the order of the steps; each collaborator owns its part. It guarantees that a failure of one shard holds up
+    no other, and that it removes nothing that a start from one of the two newest snapshots needs.
     """
 
     shard_copies: list[ShardCopy]
@@ -132,7 +132,7 @@ class Compactor:
         self._tried_bytes = [self._cell.get(f"absorbed_bytes_{one.shard:02d}") for one in self.shard_copies]
 
     def follow(self, step_bytes: int) -> None:
-        """Read on those logs that have at least `step_bytes` to read, so that a cut has less to do at once."""
+        """Read on in each log that has `step_bytes` of news or more, so that the next cut has less to do at once."""
         for shard_copy in self.shard_copies:
             until = shard_copy.link.committed
             shard_copy.link.take_notices()
@@ -140,17 +140,16 @@ class Compactor:
                 shard_copy.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
-        """Do a step of the work that can wait; return the time until the next one, None without one.
-
-        Raise OSError, Refused.
+        """Do one step of the work that can wait (relocating, rewriting, ending a loan). Return the ms until the next
+        step, None without one. Raise OSError, Refused.
         """
         if self._relocation is not None:
-            # First, because it makes room, and a full disk makes rewriting fail.
+            # Relocate first: that makes room, and on a full disk rewriting fails.
             relocated, failed = self._relocation.step(self.shard_copies)
             self._cell.add("segments_relocated", relocated)
             self._cell.add("failures", failed)
         for shard_copy in self.shard_copies:
-            # Records may have been deleted in them before they were sealed.
+            # Records in a sealed segment may have been deleted before it was sealed.
             for sealed in shard_copy.sealed:
                 self._rewriting.consider(shard_copy, *sealed)
             shard_copy.sealed.clear()
@@ -169,14 +168,14 @@ class Compactor:
 
     @property
     def new_bytes(self) -> int:
-        """The bytes written since the last cut, or try of one, by the shard that wrote most."""
+        """The bytes that the busiest shard has written since the last cut or try."""
         return max(
             shard_copy.link.written_bytes - self._tried_bytes[shard_copy.shard] for shard_copy in self.shard_copies
         )
 
     @property
     def has_news(self) -> bool:
-        """True if a snapshot would have news, or remove files, or if it is time to seal a segment."""
+        """True if a cut would find news in the logs, remove files, or seal an old segment."""
         for shard_copy in self.shard_copies:
             kept = self._snapshots.positions.get(shard_copy.shard)
             if kept is None or shard_copy.link.committed not in (None, kept):
@@ -188,10 +187,10 @@ class Compactor:
         return any(map(self._checkpoints.has_old, self.shard_copies))
 
     def cut(self, is_full: bool = False) -> bool:
-        """Make a cut, and `_make_room` if the disk is full. False when a shard could not take part, refused or failed,
-        or the snapshot could not be saved: then it may be repeated.
+        """Make a cut, and call `_make_room` if the disk is full. Return False if a shard could not take part, refused
+        or failed, or the snapshot could not be saved: then repeat the cut later.
 
-        Raise TailLost, FoldError, and OSError from reading a log: then this object is of no use any more.
+        Raise TailLost, FoldError, and OSError from reading a log: do not use this object any more then.
         """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
@@ -298,13 +297,13 @@ class Compactor:
                     self._relocation.consider(shard_copy, topic)
 
     def tidy(self) -> None:
-        """Repeat work that needs no further snapshot: remove files that two snapshots found superfluous."""
+        """Try again to remove files that two snapshots found superfluous: that needs no further snapshot."""
         self._count_removed(self._leftovers.tidy(self._files_of))
         if self._relocation is not None:
             self._count_failures(_COLD_STAYS, self._relocation.tidy(self._files_of))
 
     def _sweep(self, shards: Collection[int]) -> None:
-        """Sweep the topics of these shards, which are in the new snapshot."""
+        """Sweep the topics of these shards: the shards whose state is new in the last snapshot."""
         for shard in shards:
             shard_copy = self.shard_copies[shard]
             for topic_id in shard_copy.shrunk:
@@ -321,11 +320,11 @@ class Compactor:
             self._count_failures(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
 
     def _make_room(self) -> None:
-        """Remove on a full disk everything that is superfluous according to the logs, so that snapshots fit again.
+        """On a full disk, remove all files that are superfluous by the logs, so that snapshots fit again.
 
-        Once a log is synced, a start that reads it does not need these files, from either snapshot. To wait for the
-        second snapshot protects only against a log that is damaged before that place. That is worth less than a disk
-        that stays full whatever is deleted.
+        Once a log is synced, a start that reads it needs none of these files, whichever snapshot it begins with.
+        Waiting for the second snapshot protects only against a log that is damaged later. Without this, the disk would
+        stay full whatever clients delete, and that is worse.
         """
         synced: set[int] = set()
         for shard_copy in self.shard_copies:
@@ -334,7 +333,7 @@ class Compactor:
                 continue
             try:
                 mark(shard_copy, [])
-                # The log is synced up to there now.
+                # The shard's answer means that its log is synced up to `until`.
                 shard_copy.catch_up(until, self._alive)
             except (OSError, Refused) as error:
                 log.error("the disk is full, and a log cannot be synced", shard=shard_copy.shard, reason=str(error))
@@ -383,5 +382,5 @@ class Compactor:
 
 
 def _bytes_between(start: WalPosition, end: WalPosition) -> int:
-    """Return a lower bound of the log between two positions; a large number if they are in different files."""
+    """Return the bytes of log between two positions, or a large number if they are in different files."""
     return end.offset - start.offset if end.file_no == start.file_no else max(end.offset, 1 << 30)

@@ -1,11 +1,11 @@
-"""Superfluous files of segments: found, waited for, removed.
+"""Leftovers are superfluous files of segments. This module finds them, waits until no start needs them, removes them.
 
-A file is removed only when
+It removes a file only if
 - neither of the two kept snapshots can need it: it was superfluous at one snapshot and still is at the next;
 - the reason is known: its topic or its seqs do not exist any more, a newer version or another segment with its seqs
-  counts, or it lies behind everything that was ever committed. Any other is logged and kept: its log may be missing;
+counts, or it lies behind everything that was ever committed. It logs and keeps any other: its log may be missing;
 - no pin holds it (`storage/pins.py`).
-A file that is pinned or cannot be removed needs no further snapshot: that is repeated regularly.
+It tries regularly to remove a file that was pinned or could not be removed, without waiting for another snapshot.
 
 The exception is a full disk, see `make_room`.
 """
@@ -59,16 +59,16 @@ class TopicFiles(NamedTuple):
                 return _DATA if of_same_seq.flags & COLD else frozenset()
             return _ALL
         if of_same_seq is not None:
-            return _ALL  # it was written, never marked, and written again with another first seq
+            return _ALL  # the segment was never marked, and then written again with another first seq
         if name.first_seq < self.earliest_seq or name.first_seq > self.segments.last_seq:
             return _ALL
         return None
 
     def superfluous_for_good(self, name: SegmentName) -> frozenset[str]:
-        """Return which of a segment's files no reader needs, and no start that reads the log up to here.
+        """Return the files of a segment that neither a reader nor a start that reads the log up to here needs.
 
-        An older version stays, because it is read for the deletions in it. So do files that are not marked: they may be
-        marked at any moment.
+        Keep an older version, because its deletions are still read. Keep unmarked files: the shard may mark them at any
+        moment.
         """
         if self.segments is None:
             return _ALL
@@ -83,7 +83,7 @@ FilesOf = Callable[[int], TopicFiles | None]
 
 
 class Swept(NamedTuple):
-    """Removed segments as (topic id, name), not those that lost only their data; and failures, to be repeated."""
+    """The removed segments as (topic id, name), without those that lost only their data, and failures to repeat."""
 
     removed: list[tuple[int, SegmentName]]
     failures: list[OSError]
@@ -103,9 +103,9 @@ class Leftovers:
     _considered: set[int] = field(default_factory=set)
     """Topics that the next snapshot examines."""
     _unexamined: set[int] = field(default_factory=set)
-    """Topics whose directories could not be read or cleared. Alone they are no reason for a snapshot."""
+    """Topics whose directories could not be read or cleared. They alone do not cause a snapshot."""
     _found: dict[int, Kinds] = field(default_factory=dict)
-    """Files that one snapshot found superfluous. For a topic without any, its directory is to be removed."""
+    """Files that one snapshot found superfluous. A topic without files here has a superfluous directory."""
     _due: dict[int, Kinds] = field(default_factory=dict)
     """Files that two snapshots found superfluous."""
     _unexplained: dict[int, set[SegmentName]] = field(default_factory=dict)
@@ -129,8 +129,8 @@ class Leftovers:
         self._considered.update(layout.discover_topics(self._fs, self._data_dir))
 
     def sweep(self, files_of: FilesOf, in_snapshot: Callable[[int], bool]) -> Swept:
-        """Remove what was found at the snapshot before this one and is still superfluous, then examine topics for the
-        next one. Topics that are not new in this snapshot (`in_snapshot`) wait. A file that cannot be removed holds up
+        """Remove files that were superfluous at the previous snapshot and still are. Then examine topics for the next
+        one. Topics whose state is not new in this snapshot (`in_snapshot`) wait. A file that cannot be removed holds up
         no other.
         """
         for topic_id in [topic_id for topic_id in self._found if in_snapshot(topic_id)]:
@@ -143,8 +143,8 @@ class Leftovers:
         return swept
 
     def tidy(self, files_of: FilesOf) -> Swept:
-        """Remove, without a snapshot, files that two of them found superfluous, and examine topics that could not be
-        examined. Files found there wait for the next snapshot: the last one may still need them.
+        """Remove files that two snapshots found superfluous, and examine topics that could not be examined before.
+        Files that it finds there wait for the next snapshot: the last one may still need them.
         """
         again, self._unexamined = self._unexamined, set()
         swept = self._remove_all(self._due, files_of)
@@ -152,8 +152,8 @@ class Leftovers:
         return swept
 
     def make_room(self, topic_ids: Iterable[int], files_of: FilesOf) -> Swept:
-        """Remove files that are superfluous for good, whatever snapshots say: those of these topics, and of topics
-        that are to be examined anyway. The logs behind `files_of` are synced. A topic that it does not know stays.
+        """Remove files that are superfluous for good, whatever snapshots say. Look at these topics and at topics that
+        wait for examination. The logs from which `files_of` answers are synced. Keep topics that it does not know.
         """
         going: dict[int, Kinds] = {}
         failures: list[OSError] = []
@@ -186,7 +186,7 @@ class Leftovers:
             due[name] = due.get(name, frozenset()) | kinds
 
     def _remove_all(self, found: dict[int, Kinds], files_of: FilesOf) -> Swept:
-        """Remove the files in `found`, and from `found`; those that stay for now stay in it."""
+        """Remove the files in `found`. Only files that stay for now remain in `found`."""
         swept = Swept([], [])
         if not found:
             return swept
@@ -222,7 +222,7 @@ class Leftovers:
                 self._remove(topic_id, name, going)
             except OSError as error:
                 swept.failures.append(error)
-                left[name] = kinds  # also the removed files: a segment is reported as a whole
+                left[name] = kinds  # with its removed files, because `Swept` reports a segment as a whole
             else:
                 if "idx" in going:
                     swept.removed.append((topic_id, name))

@@ -24,7 +24,7 @@ log = get_logger()
 
 
 class Stopped(Exception):  # noqa: N818 — named for what it is
-    """The time for the last cut is over, or a shard has stopped."""
+    """The process must stop: the time for its last cut is over, or a shard has stopped."""
 
 
 class Life:

@@ -1,8 +1,8 @@
-"""The end of a loan: of the segments whose data this service borrows from the archive that it was restored from.
+"""The end of a loan. A service borrows segment data from the archive that it was restored from.
 
-`Rewriting` brings them home. Here is counted how many are left, and once none is, the loan is ended in the archive, so
-that it can be pruned, and the note of it is removed. As with superfluous files, two snapshots have to agree: a start
-from the older one must find what it lists.
+`Rewriting` brings the data home. `Loan` counts the segments that are left. Once none is left, it ends the loan in the
+archive, so that the archive can be pruned, and removes the note. It waits until two snapshots list no borrowed segment,
+because a start from the older snapshot must find all data that it lists.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Loan:
         self._failures = 0
         self._not_before_ms = 0
         self.segments = self.data_bytes = 0
-        """Segments that are not home, as they were counted last, and their bytes."""
+        """Segments that are not home yet, and their bytes, by the last count."""
         self.is_over = False
 
     @property
     def waits_for_snapshot(self) -> bool:
-        """True if everything is home, and another snapshot has to say so."""
+        """True if all data are home, but a snapshot that shows it is still missing."""
         return not self.segments and self._agreeing < AGREEING
 
     def has(self, topic_id: int, info: SegmentInfo) -> bool:
@@ -70,7 +70,7 @@ class Loan:
                         self.data_bytes += info.data_bytes
 
     def snapshot_saved(self, shard_copies: Iterable[ShardCopy]) -> None:
-        """Note that a snapshot of all shards is on the disk, and the one before it is whole, too."""
+        """Note that a snapshot of all shards is on the disk, and that the snapshot before it is valid too."""
         self.count(shard_copies)
         self._agreeing = 0 if self.segments else self._agreeing + 1
 

@@ -72,7 +72,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         log.error("the compactor begins again", reason=str(error))
         return 1
     finally:
-        # Not waiting for a cold directory that hangs.
+        # Do not wait for the helper: its cold directory may hang.
         helper.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0
@@ -103,8 +103,8 @@ def build(
     parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
     shard_copies = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
     for shard_copy in shard_copies:
-        # After this answer no request of a former life is under way: all its marks are in the log. The shard answers it
-        # also while deletions cannot be marked: records go into segments meanwhile, and snapshots alone wait.
+        # After this answer no request of a former life is under way: all its marks are in the log. The shard answers
+        # even while it cannot mark deletions: then only snapshots wait, and records still go into segments.
         try:
             shard_copy.link.call(Trim(0))
         except TopicsError as error:
@@ -167,7 +167,7 @@ def build(
 
 
 def _check_cold(store: SegmentStore, name: str) -> None:
-    """Log an error when the cold tier does not have this object. On the helper's thread, because it may hang."""
+    """Log an error if the cold tier lacks this object. It runs on the helper's thread, because it may hang."""
     try:
         if store.exists(name):
             return
@@ -183,7 +183,7 @@ def _check_cold(store: SegmentStore, name: str) -> None:
 
 
 def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> ShardCopy:
-    """Return a copy of the shard's log from where the snapshot ends, or from its first file."""
+    """Return a copy of the shard that follows its log from where the snapshot ends, or from the first file."""
     directory = layout.group_dir(data_dir, link.shard, shared.shards)
     fold = Fold(lambda _topic_id: UnlocatedIndex(), is_located=False)
     if part is None:
@@ -197,7 +197,7 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
 def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote, room_bytes: Callable[[], int]) -> None:
     """Make cuts and do upkeep until the process is to stop."""
     cell, clock = life.cell, life.clock
-    # A shard is slowed when it has four fifths of `max_replay_bytes` behind it: a cut must be due before that.
+    # The brake slows a shard from four fifths of `max_replay_bytes` on: a cut must be due before that.
     wal_bytes = min(settings.checkpoint_wal_bytes, settings.max_replay_bytes // 4 or settings.checkpoint_wal_bytes)
     times = CutTimes(settings.checkpoint_interval_ms, wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0

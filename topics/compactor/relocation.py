@@ -1,13 +1,13 @@
-"""Older sealed segments move to the cold tier: they are copied, the shard logs that, then their data are removed.
+"""Relocation moves older sealed segments to the cold tier: it copies them, the shard logs that, it removes their data.
 
 A cold directory may be slow, or hang for minutes. So one helper thread uses it, one call after the other, and this
 process checks now and then whether a call is done; checkpoints go on meanwhile. Only the data of a cold segment leave
-the data directory; its index and tags stay and are the ones that count. Their copies are for a reader that has nothing
-but the cold directory.
+the data directory. Its index and tags stay, and readers of the service use these. The cold tier gets copies of them for
+a reader that has nothing but the cold tier.
 
-`CopyQueue` decides which segment is next. A copy that failed is made again later: a file that cannot be read, or a name
-that cannot be written, holds up no other. Several failures in a row are taken for failures of the cold directory: then
-nothing is copied for a while, and only one copy at a time until one succeeds.
+`CopyQueue` decides which segment is next. It repeats a failed copy later, so a file that cannot be read, or a name that
+cannot be written, holds up no other. After several failures in a row the fault is probably in the cold directory: then
+it copies nothing for a while, and one segment at a time until a copy succeeds.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from topics.storage.pins import ReadPinned
 from topics.storage.segment_store import SegmentStore
 
 PAUSE_MS: Final = 250
-"""The pause after a failure before anything is copied; doubled with each further one in a row, up to RETRY_MS."""
+"""The pause of all copying after a failure. It doubles with each further failure in a row, up to RETRY_MS."""
 PIECE_BYTES: Final = 4 * 2**20
 AHEAD_MAX: Final = 32
 AHEAD_BYTES: Final = 64 * 2**20
-"""The helper has at most AHEAD_MAX copies, or AHEAD_BYTES, in advance: it need not wait for this process between small
-copies, and its other work (`rewriting.ColdFetch`) does not wait long.
+"""The helper gets at most AHEAD_MAX copies, or AHEAD_BYTES, in advance. So it does not wait for this process between
+small copies, and its other work (`rewriting.ColdFetch`) does not wait long.
 """
 QUEUE_MIN: Final = 1024
-"""Segments that no longer exist are dropped when this many wait, or twice as many as remained last time."""
+"""The queue drops segments that no longer exist when this many wait, or twice as many as remained last time."""
 REMOVED_MAX: Final = 1 << 16
-"""The most names of superfluous objects that are kept; for more the cold directory itself is listed."""
+"""The most names of superfluous objects to remember. If there are more, it lists the cold directory instead."""
 
 log = get_logger()
 
@@ -67,7 +67,7 @@ class RelocationCopy(NamedTuple):
 
 
 class CopyQueue(WorkQueue[RelocationCopy]):
-    """The segments to be copied. After a failure nothing is copied for a while, longer with each one in a row."""
+    """The segments to copy. After a failure it gives out nothing for a while, longer with each failure in a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class CopyQueue(WorkQueue[RelocationCopy]):
         return bool(self._failed_in_a_row)
 
     def take(self, now_ms: int) -> RelocationCopy | None:
-        """Take the next copy, which is to be `done`, dropped or `failed`; None if there is none yet."""
+        """Take the next copy, None if there is none yet. Later call `done`, `drop` or `failed` for it."""
         return None if now_ms < self._not_before_ms else super().take(now_ms)
 
     def done(self, copy: RelocationCopy) -> None:
@@ -96,7 +96,7 @@ class CopyQueue(WorkQueue[RelocationCopy]):
 
 
 class HotRetention(NamedTuple):
-    """The bounds of what stays hot of a topic; the stricter one counts, 0 bytes are no bound."""
+    """The bounds of the sealed data that stay hot in a topic. The stricter one counts; 0 bytes are no bound."""
 
     segments: int
     data_bytes: int
@@ -115,9 +115,9 @@ class HotRetention(NamedTuple):
 
 @dataclass(eq=False)
 class Relocation:
-    """Relocates segments of all topics, and removes superfluous objects in the cold directory. Exists only with one.
+    """Relocates segments of all topics, and removes superfluous objects from the cold tier, if there is one.
 
-    `helper` has one thread, which calls `wake` when it has copied something.
+    The one thread of `helper` calls `wake` when it has copied something.
     """
 
     _fs: FileSystem
@@ -134,9 +134,9 @@ class Relocation:
     _listing: Future[list[str]] | None = None
     _list_again: bool = False
     _removed: set[str] = field(default_factory=set)
-    """Objects that segments removed from the data directory may have left."""
+    """Objects that may be left of segments that were removed from the data directory."""
     _found: set[str] = field(default_factory=set)
-    """Objects that exist or may exist, and that the next snapshot has to judge."""
+    """Objects that exist or may exist; `sweep` judges them at the next snapshot."""
     _due: set[str] = field(default_factory=set)
     """Objects that one snapshot found superfluous."""
     _held: set[str] = field(default_factory=set)
@@ -153,7 +153,7 @@ class Relocation:
         return is_free and bool(self._removed or self._found or self._due)
 
     def consider(self, shard_copy: ShardCopy, topic: Topic) -> None:
-        """Queue the segments of this topic that are to be cold."""
+        """Queue the segments of this topic that must become cold."""
         for info in self._retention.excess(shard_copy.index_of(topic).segments):
             self._queue.add(RelocationCopy(shard_copy.shard, topic.id, info))
 
@@ -167,7 +167,7 @@ class Relocation:
                 future.result()
             except OSError as error:
                 if not self._is_current(shard_copies[copy.shard], copy):
-                    self._outdated(copy)  # its files were removed, so no wonder
+                    self._outdated(copy)  # it failed because its files were removed
                 else:
                     self._failed(copy, error)
                     failed += 1
@@ -183,7 +183,7 @@ class Relocation:
             self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
         self._begin(shard_copies)
         if self._copying and self._copying[0][1].done():
-            self._wake()  # the helper finished while the shard was waited for
+            self._wake()  # the helper may have finished copies while this process waited for the shard
         return relocated, failed
 
     def _begin(self, shard_copies: list[ShardCopy]) -> None:
@@ -217,15 +217,15 @@ class Relocation:
         """Note that a segment was removed, so copies of it are superfluous."""
         self._removed.update(layout.object_names(topic_id, *name))
         if len(self._removed) > REMOVED_MAX:
-            # The cold directory hangs. It is listed once it answers again.
+            # The cold directory hangs. List it when it answers again.
             self._removed = set()
             self._list_again = True
 
     def sweep(self, files_of: FilesOf, in_snapshot: Callable[[int], bool]) -> list[OSError]:
-        """Remove objects that the snapshot before this one found superfluous, and note those that this one does.
-        Objects of topics that are not new in this snapshot (`in_snapshot`) stay.
+        """Remove objects that the previous snapshot found superfluous, and note those that this one finds. Keep objects
+        of topics whose state is not new in this snapshot (`in_snapshot`).
 
-        Never wait for the cold directory. Return the failures of earlier calls, which will be repeated.
+        This never waits for the cold directory. Return the failures of earlier calls, which will be repeated.
         """
         failures: list[OSError] = []
         if not self._is_free(failures):
@@ -248,8 +248,8 @@ class Relocation:
         return failures
 
     def tidy(self, files_of: FilesOf) -> list[OSError]:
-        """Remove, without a snapshot, objects that two snapshots found superfluous; else like `sweep`. Superfluous
-        objects that the cold directory lists are a reason for the next snapshot.
+        """Remove objects that two snapshots found superfluous; otherwise like `sweep`. If the cold directory lists
+        superfluous objects, that is a reason for another snapshot.
         """
         failures: list[OSError] = []
         if self._is_free(failures):
@@ -259,7 +259,7 @@ class Relocation:
         return failures
 
     def _listed(self, failures: list[OSError]) -> list[str]:
-        """Return the objects of the cold directory, once it has listed them. After a failure it is asked again."""
+        """Return the objects of the cold directory, once the helper has listed it. Ask again after a failure."""
         names: list[str] = []
         if self._listing is not None and self._listing.done():
             listing, self._listing = self._listing, None
@@ -298,8 +298,8 @@ class Relocation:
             self._deleting = self._helper.submit(self._delete, going)
 
     def _judge(self, files_of: FilesOf) -> Callable[[str], bool]:
-        """Return a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
-        # Copies that are being made may count by the time a deletion would be done.
+        """Return a function that is true for an object whose segment is known to be hot or removed."""
+        # A copy that is under way may be marked before a deletion of its objects would be done.
         being_copied = {name for copy, _ in self._copying for name in copy.objects}
 
         def is_needless(name: str) -> bool:
@@ -325,7 +325,7 @@ class Relocation:
         self._found.update(copy.objects)
 
     def _mark_cold(self, shard_copy: ShardCopy, copies: list[RelocationCopy]) -> tuple[int, int]:
-        """Have the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
+        """Have the shard mark these segments as cold, in one message. Queue those that it does not mark once more."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
             if not self._is_current(shard_copy, copy):

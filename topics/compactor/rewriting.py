@@ -1,9 +1,9 @@
-"""Sealed segments with many deleted records are rewritten without them: same seqs, same frames, a new version of files.
+"""Rewriting makes a new version of a sealed segment without its many deleted records: same seqs, same live frames.
 
-`rewrite` writes the new version. `ColdFetch` fetches the live frames of a cold segment for it, one segment at a time,
-on the helper thread that alone uses the cold directory. They go to a file that is unlinked once it is complete, so it
-can never be taken for a segment; a kill leaves at most one `.tmp` file, whose name is used again. `Rewriting` decides
-which segment is next, with a bound on the bytes a second: all of this can wait.
+`rewrite` writes the new version. `ColdFetch` first fetches the live frames of a cold segment, one segment at a time, on
+the helper thread that alone uses the cold directory. It puts them into a file that it unlinks once the file is
+complete, so nobody can take it for a segment. A kill leaves at most one `.tmp` file, and the next fetch uses its name
+again. `Rewriting` decides which segment is next and bounds the bytes per second, because all of this can wait.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     `old` is the `.data` of a cold segment, with at least all live frames. Raise OSError, CorruptSegment,
     CorruptPostings, leaving nothing of a new version.
     """
-    # First, because without the postings no copy is of use.
+    # Read the postings first: without them a new version is useless.
     postings = list(Postings.open(directory, info.first_seq, info.records, info.version, in_memory=True).items())
     words, offsets, lengths, flags = _columns(directory, info)
     if old is None:
-        # The old version goes, and with it what a restored index would show of it.
+        # Check the old version first: it will be removed, and then no restored index could bring back a record that
+        # a wrong index calls deleted.
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
         check_whole(_idx(directory, info), old, old.path, info.first_seq, marked=True)
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
@@ -69,7 +70,7 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     new_lengths = array("I", [0 if dead else length for dead, length in zip(deleted, lengths, strict=True)])
     starts = array("I", accumulate(new_lengths, initial=0))
     data_bytes = starts.pop()
-    # A record without a frame has as its offset 0 if it was deleted, else the reason of its loss.
+    # For a record without a frame, the offset is 0 if it was deleted, or else the reason of its loss.
     words[0::ENTRY_U32] = array(
         "I",
         [
@@ -160,8 +161,8 @@ def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) 
 
 
 class ColdFetch:
-    """Fetches the live frames of one cold segment at a time. `helper` has one thread, which alone uses what is cold,
-    and calls `wake` when it has fetched a segment.
+    """Fetches the live frames of one cold segment at a time. The one thread of `helper` alone uses the cold tier; it
+    calls `wake` when it has fetched a segment.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class ColdFetch:
     def take(self) -> Future[Content] | None:
         """Return the fetch that was begun, once it is done.
 
-        Its result is the segment's `.data`: every live frame, checked, and zeros for the rest. It fails with OSError,
-        and with CorruptSegment or EOFError when the segment is damaged.
+        Its result is the segment's `.data`, with every live frame (checked) and zeros elsewhere. The future fails with
+        OSError, or with CorruptSegment or EOFError if the segment is damaged.
         """
         if self._future is None or not self._future.done():
             return None
@@ -226,11 +227,11 @@ class _Candidate(NamedTuple):
 
 
 class Rewriting:
-    """Measures segments in which records were deleted, one a step, and rewrites those above `dead_ratio`.
+    """Measures segments in which records were deleted, one in each step, and rewrites those above `dead_ratio`.
 
-    A cold segment comes back into the data directory for that: `fetch` gets its live frames, one segment at a time, in
-    the background. It is relocated again later. Without `fetch` cold segments stay as they are. Segments of a `loan`
-    come home, whether records were deleted in them or not.
+    A cold segment comes back into the data directory for that, and is relocated again later: `fetch` gets its live
+    frames in the background, one segment at a time. Without `fetch` cold segments stay as they are. Segments of a
+    `loan` come home even if no record was deleted in them.
     """
 
     def __init__(
@@ -263,15 +264,15 @@ class Rewriting:
             self._queue.add(_Candidate(shard_copy.shard, topic_id, first_seq))
 
     def consider_all(self, shard_copy: ShardCopy) -> None:
-        """Queue all sealed segments: a former life may have known of deletions in some."""
+        """Queue all sealed segments: a former life may have queued some before it ended."""
         for topic in shard_copy.fold.topics.values():
             for info in shard_copy.index_of(topic).segments:
                 if info.flags & SEALED:
                     self.consider(shard_copy, topic.id, info.first_seq)
 
     def due_in_ms(self) -> int | None:
-        """Return the time until the next segment is to be measured or fetched; None without one. A fetch under way is
-        not counted.
+        """Return the ms until the next segment can be measured or fetched; None without one. A fetch that is under way
+        does not count.
         """
         due_ms = self._queue.due_ms()
         if due_ms is None and self._cold and self._fetching is None:
@@ -357,12 +358,12 @@ class Rewriting:
         if found is None or found[1] != info:
             if future.exception() is None:
                 self._fetches_failed = 0
-            return False  # the segment was removed or replaced, and the fetch may have failed for that
+            return False  # the segment was removed or replaced, perhaps while it was fetched
         try:
             data = future.result()
             try:
                 self._rewrite(shard_copy, found[0], info, data)
-            except FileNotFoundError as error:  # a hot file; one that is missing in the cold directory may come back
+            except FileNotFoundError as error:  # a hot file is missing for good; a missing cold file may come back
                 raise CorruptSegment(error.filename or "", 0, "the file is missing") from error
             if self.loan is not None and self.loan.has(candidate.topic_id, info):
                 self.loan.came_home(info)

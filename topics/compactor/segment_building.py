@@ -1,8 +1,8 @@
-"""Builds segments: appends records of a log that are in no segment yet, and seals full or old segments.
+"""The builder of segments: it appends records of a log that are in no segment yet, and seals full or old segments.
 
-The appender knows only what the last mark says: it opens a segment at its committed length, cuts off what a killed life
-left behind that, and keeps no file open. Log files are mapped when the first record in them is needed, until the cut
-ends.
+The appender knows only what the last mark says. It opens a segment at its committed length, cuts off bytes that a
+killed life left behind that, and keeps no file open. `LogBuffers` maps a log file when its first record is needed and
+keeps it mapped until the cut ends.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class SealAt(NamedTuple):
 
 
 class SegmentAppender:
-    """Appends to segments of all topics. Its methods raise OSError; segments that they return are synced, if `fs`
-    syncs.
+    """Appends to segments of all topics. Its methods raise OSError. Segments that they return are synced, unless `fs`
+    defers syncs.
 
-    `suspects` are `.data` paths of segments that could not be reopened last time. They outlive this object: a segment
-    that fails twice in a row counts as damaged.
+    `suspects` are `.data` paths of segments that could not be reopened last time. The set outlives this object: a
+    segment that fails twice in a row counts as damaged.
     """
 
     def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt, suspects: set[str]) -> None:
@@ -98,8 +98,8 @@ class SegmentAppender:
         """Append entries; return the new or changed segments, ascending. `last` is the topic's last marked segment.
 
         `entries` are index entries (`core/location.py`) of consecutive seqs in log files. They continue `last` if it is
-        not sealed and they follow it. When the disk fails after the first segments, only those are returned. Raise
-        ValueError when the logs do not hold what the entries say.
+        not sealed and they follow it. If the disk fails after some segments, it returns only these. Raise ValueError if
+        the logs do not have the records that the entries describe.
         """
         changed: list[SegmentInfo] = []
         count = len(entries) // ENTRY_WORDS
@@ -107,7 +107,7 @@ class SegmentAppender:
         active = last if last is not None and not last.flags & SEALED and last.last_seq + 1 == entries[0] else None
         while at < count or active is not None:
             try:
-                # One more than a segment takes tells that it is full.
+                # One entry more than a segment takes: if some are left over, the segment is full.
                 part = entries[at * ENTRY_WORDS : (at + self._seal_at.records + 1) * ENTRY_WORDS]
                 info, appended = self._append_to_one(topic_id, active, part, buffer_of, now_ms)
             except OSError:
@@ -115,7 +115,7 @@ class SegmentAppender:
                     self._remove_new(topic_id, entries[at * ENTRY_WORDS])
                 if at:
                     break
-                raise  # also after a seal without an append: a repetition has to get further, a seal can be repeated
+                raise  # also if a segment was only sealed: sealing can be repeated, and a retry must get further
             active = None
             at += appended
             if info is not None:
@@ -141,7 +141,7 @@ class SegmentAppender:
     def _append_to_one(
         self, topic_id: int, active: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> tuple[SegmentInfo | None, int]:
-        """Append what fits into one segment. Return it (None: the active one is damaged) and the entries' number."""
+        """Append as many entries as fit into one segment. Return (segment, None if damaged; number of entries)."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         if active is None:
             writer = SegmentWriter.create(self._fs, directory, entries[0])
@@ -252,7 +252,7 @@ def _runs(entries: array[int]) -> Iterator[tuple[int | None, array[int]]]:
 
 
 def _end(entries: array[int]) -> int:
-    """Return the end of the last frame of these entries, which are in the order of the log; 0 without a frame."""
+    """Return the end of the last frame of these entries, which are in log order; 0 if none has a frame."""
     for at in range(len(entries) - ENTRY_WORDS, -1, -ENTRY_WORDS):
         if not is_gone(entries[at + 3]):
             return (entries[at + 2] & LOW_WORD) + (entries[at + 2] >> 32)

@@ -37,7 +37,7 @@ class ShardLink:
         self._replies = pair.replies
         self._wake = shared.shard_wakes[shard]
         self._wait = wait
-        # Another file in each life: a request of a former life may still be in the ring.
+        # Each life uses another file: a request of a former life may still be in the ring and name its file.
         self._spill_path = f"{SHM_ROOT}/topics-{shared.identity}-compactor-{shard}-{incarnation}"
         self._last_id = incarnation << 40
 
@@ -51,7 +51,7 @@ class ShardLink:
 
     @property
     def written_bytes(self) -> int:
-        """The bytes of its log that were in no snapshot when the service started, or were written since."""
+        """The bytes of its log since the snapshot with which the service started."""
         return log_bytes(self._cell)
 
     @property
@@ -104,7 +104,7 @@ class ShardLink:
         position = self._replies.consumed
         for message, position in self._replies.peek():  # noqa: B007
             kind, answered_id, _ = messages.head(message)
-            # Others are notices, answers to a former life, or a second answer of a restarted shard.
+            # Skip notices, answers to a former life, and a second answer of a restarted shard.
             if not answered_id or answered_id != request_id or found is not None:
                 continue
             if kind == MessageKind.ERROR:
@@ -124,9 +124,9 @@ _MAY_FREE_FILES = frozenset(
 class ShardCopy:
     """The compactor's copy of one shard. Owns the fold of its log, up to `tail.position`.
 
-    `touched`: topics with news in the log since their last checkpoint. `shrunk`: topics that may have lost or replaced
-    segments since the last sweep. `sealed`: (topic id, first seq) of segments that a checkpoint sealed, for rewriting.
-    The code that has processed them empties these.
+    `touched` has topics with news in the log since their last checkpoint, `shrunk` topics that may have lost or
+    replaced segments since the last sweep. `sealed` has (topic id, first seq) of segments that a checkpoint sealed, for
+    rewriting. The code that has processed a set empties it.
     """
 
     def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
@@ -143,8 +143,8 @@ class ShardCopy:
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
         """Read the log up to `until`; `alive` is called between batches.
 
-        Raise TailLost and FoldError: then this object is of no use any more. After an OSError another call goes on
-        where this one stopped.
+        Raise TailLost and FoldError: do not use this object any more then. After an OSError another call goes on where
+        this one stopped.
         """
         for batch in self.tail.read(until):
             alive()
@@ -156,7 +156,7 @@ class ShardCopy:
         self.fold.apply_pending()
 
     def deleted(self, topic_id: int) -> None:
-        """Apply a topic's deletion that the log has behind the place read so far; earlier frames do not count."""
+        """Apply the deletion of a topic before this copy has read it. Later it skips the topic's frames before that."""
         self.fold.topic_delete(topic_id)
         self.shrunk.add(topic_id)
 
@@ -175,8 +175,8 @@ class ShardCopy:
         return self._arena
 
     def index_of(self, topic: Topic) -> UnlocatedIndex:
-        """Return a topic's index. Its `deleted` are those not synced yet (`DurableMarks` empties it): seqs, not
-        segments, for the log may have a deletion before the segment in which it was marked.
+        """Return a topic's index. Its `deleted` has the deletions that are not synced yet; `DurableMarks` empties it.
+        It has seqs and not segments, because the log may have a deletion before the mark of the segment that got it.
         """
         assert isinstance(topic.index, UnlocatedIndex)
         return topic.index

@@ -1,10 +1,10 @@
-"""Snapshots as a cut makes them: the part of each shard, and one file of all parts.
+"""The snapshots that a cut makes: a part for each shard, and one file with all parts.
 
-Before that, stage keys of batches that are over are removed from the fold, so that snapshots do not keep them for ever:
-a shard forgets a key when it hears that its batch is over, but logs nothing. The key of a stage has it published only
-once. It is needed as long as the stage could be published again, which takes its file, or its batch is decided. Both
-files are older than the key, so when neither exists any more, the key is not needed. A stage's file is removed only
-when the end of the batch is durable, so a power loss does not bring the decision back.
+Before that, `forget_ended` removes stage keys of ended batches from the fold, or snapshots would keep them for ever: a
+shard forgets such a key when it hears that the batch is over, but logs nothing. The key makes sure that a stage is
+published only once. It is needed as long as the stage could be published again: as long as its file exists, or the
+sink's file has its batch as decided. Both files are older than the key, so if neither exists, the key is not needed. A
+stage's file is removed only when the end of the batch is durable, so a power loss does not bring the decision back.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Snapshots:
         """The position up to which the newest snapshot contains each shard's log."""
 
     def part_of(self, shard_copy: ShardCopy, alive: Callable[[], None]) -> ShardPart:
-        """Encode the shard as it has been followed so far; `alive` is called between topics."""
+        """Encode the state of the shard up to the place that the copy has read; call `alive` between topics."""
         forget_ended(self._fs, self._data_dir, shard_copy.fold.topics.values(), alive)
         tail = shard_copy.tail
         return encode_part(shard_copy.shard, self._shards, tail.log_id(), tail.position, shard_copy.fold.state())
 
     def can_save(self, shards: Collection[int]) -> bool:
-        """True if parts of these shards and the newest snapshot make a whole one."""
+        """True if new parts of these shards and old parts of the newest snapshot cover all shards."""
         return bool(shards) and len(self.positions.keys() | set(shards)) == self._shards
 
     def save(self, parts: dict[int, ShardPart]) -> bool:
         """Write a snapshot. A shard that is not in `parts` keeps its part of the newest one.
 
-        Return True when the former newest one is the fallback now, or there was none. Raise OSError.
+        Return True if the former newest snapshot is the fallback now, or there was none. Raise OSError.
         """
         if len(parts) < self._shards:
             newest = load_snapshot(self._fs, self._data_dir)
@@ -74,7 +74,7 @@ def _positions(parts: Iterable[ShardPart]) -> dict[int, WalPosition]:
 
 
 def forget_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
-    """Remove the stage keys of batches that are over; not those about which an unreadable or damaged file decides.
+    """Remove the stage keys of batches that are over. Keep keys whose sink's file is unreadable or damaged.
 
     Read the head of one file for each sink with such keys, and list the stages once. Call `alive` between topics.
     """

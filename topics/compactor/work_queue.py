@@ -42,7 +42,7 @@ class WorkQueue(Generic[ItemT]):
             self._ready.append(item)
 
     def due_ms(self) -> int | None:
-        """Return when the next item can be taken, 0 for now; None without one."""
+        """Return the monotonic ms at which the next item can be taken, 0 for now; None without one."""
         if self._ready:
             return 0
         return self._later[0][0] if self._later else None

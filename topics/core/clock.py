@@ -1,4 +1,4 @@
-"""Clocks, passed in so that tests own the time, the time by which records expire, and the pause before a retry. Pure.
+"""Clocks (passed in, so that tests own the time), the time by which records expire, the pause before a retry. Pure.
 
 Commit times and schedules use the wall clock. Only expiry uses `ExpiryClock`: the wall clock may jump forward, because
 a virtual machine was resumed or somebody set it wrong, and every topic with a `ttl_ms` would lose its records at once
@@ -60,7 +60,8 @@ STEP_MAX_MS: Final = 60_000
 SETTLE_MS: Final = 600_000
 """Time for somebody to notice a wrong clock and put it right."""
 AWAY_MAX_MS: Final = 600_000
-"""Time for a machine to boot, or for data to move to another one. Expiring so much too early costs little."""
+"""Time for a machine to boot, or for data to move to another one. To expire records this much too early costs little.
+"""
 
 
 class TrustedTime(NamedTuple):
@@ -72,7 +73,7 @@ class TrustedTime(NamedTuple):
 
 
 def offset_at_start(last: TrustedTime | None, boot_id: str, clock: Clock) -> int | None:
-    """Return the offset (wall minus monotonic time) that a new service trusts; None: it trusts the wall clock."""
+    """Return the offset (wall minus monotonic time) that a new service trusts, None if it trusts the wall clock."""
     if last is None:
         return None
     mono_ms = clock.monotonic_ms()

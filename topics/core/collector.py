@@ -1,4 +1,4 @@
-"""The looks of Python's garbage collector at all objects: a µs each, in which a process does nothing else."""
+"""Full collections ("looks") of Python's garbage collector. One takes a µs for each object, and stops the process."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable
 from typing import Final
 
 FEW: Final = 100
-"""Connections or streams beside which a look takes 6 ms."""
+"""The most connections or streams that count as few: with them a full look takes 6 ms."""
 WORTH: Final = 100
-"""Looks at middle-aged objects that make a look at all worth it. Each means 7,000 objects more made than freed."""
+"""Looks at middle-aged objects after which a full look is worth it. Each means 7,000 more objects made than freed."""
 GROWN_BYTES: Final = 256 << 20
-"""Memory by which a process may grow until all is looked at however many wait: 10,000 idle event streams are 160 MB."""
+"""Growth of the process at which a full look is due, however many are connected. 10,000 idle streams take 160 MB."""
 
 
 def collect_only_young() -> None:
-    """Have the collector look at no object any more that has survived two looks, but where `gc.collect` is called."""
+    """Stop automatic full looks: the collector looks at objects that survived two looks only by `gc.collect`."""
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 2**31 - 1)
 
 
 class FullLooks:
-    """Says when a frontend has all of its objects looked at, beside `collect_only_young`.
+    """Decides when a frontend makes a full look, once `collect_only_young` has stopped the automatic ones.
 
-    Ordinary work of a frontend leaves no cycle that gets old (`python -m bench.cycles`), some failures do. So a look
-    can wait until few are connected; by itself Python would look again and again while many connect, for 70 µs a
-    connection. However many are connected, what cycles may keep is bounded by GROWN_BYTES.
+    Ordinary work of a frontend leaves no old cycles (`python -m bench.cycles`), but some failures do. So a full look
+    can wait until few clients are connected. Python itself would look again and again while many connect, which costs
+    70 µs for each connection. GROWN_BYTES bounds the memory that cycles may keep meanwhile.
     """
 
     def __init__(self, look: Callable[[], object], worth: Callable[[], int], own_bytes: Callable[[], int]) -> None:
-        """`look` looks at all, `worth` counts looks at middle-aged objects since then, `own_bytes` is the memory that
-        the process shares with nobody.
+        """`look` makes a full look. `worth` returns the looks at middle-aged objects since then, `own_bytes` the memory
+        that the process shares with nobody.
         """
         self._look = look
         self._worth = worth
@@ -38,7 +38,7 @@ class FullLooks:
         self._bytes_before = own_bytes()
 
     def beat(self, connected: int) -> None:
-        """Look if now is the time for it. Call it every now and then."""
+        """Make a full look if it is due. Call it regularly."""
         is_cheap = connected <= FEW and self._worth() >= WORTH
         if is_cheap or self._own_bytes() - self._bytes_before >= GROWN_BYTES:
             self._look()

@@ -19,7 +19,7 @@ PRIORITY_MAX: Final = 1000
 LEASE_MS: Final = (100, 86_400_000)
 CLAIM_JITTER_MS_MAX: Final = 5_000
 _FIELD: Final = re.compile(r"`\$\.([^`]*)`$")
-"""Path of the value that does not fit, at the end of an error of msgspec."""
+"""Path of the value at fault, at the end of a msgspec error message."""
 
 
 class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,7 +67,7 @@ _UNSIGNED: Final = [name for name, default in _DEFAULTS.items() if type(default)
 
 
 def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
-    """Return (the configuration that was given, whether it has a `type`); `400` names the field at fault."""
+    """Return (the given configuration, whether it has a `type`). Raise `400`, which names the field at fault."""
     if not isinstance(given, dict | GivenConfig):
         raise invalid("config must be a JSON object", field="config")
     try:
@@ -99,7 +99,7 @@ def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
 
 
 def incompatible_type(topic: str, existing: str, requested: str) -> TopicsError:
-    """Return the error of a request to change the type that a topic was created with."""
+    """Return the error for a request that would change the type of an existing topic."""
     return TopicsError(
         "topic_exists_incompatible",
         f"topic {topic!r} is a {existing} and cannot become a {requested}: delete it first, or leave the type out",
@@ -108,13 +108,13 @@ def incompatible_type(topic: str, existing: str, requested: str) -> TopicsError:
 
 
 def check_room(topic: str, config: TopicConfig, count: int, size_bytes: int, records: int, live_bytes: int) -> None:
-    """Refuse a write of `count` records and `size_bytes` that a `reject` topic cannot take, which holds `records` and
-    `live_bytes`.
+    """Refuse a write of `count` records and `size_bytes` if it does not fit a `reject` topic that already holds
+    `records` and `live_bytes`.
     """
     if config.discard != "reject":
         return
     caps = ((config.cap_records, count, records, "records"), (config.cap_bytes, size_bytes, live_bytes, "bytes"))
-    # A write that can never fit is told so first: waiting for room is of no use.
+    # First refuse a write that can never fit: its client must not wait for room.
     for cap, write, _held, unit in caps:
         if cap and write > cap:
             raise TopicsError(

@@ -3,8 +3,9 @@
 They are msgpack maps, so that a reader in another language needs nothing else. docs/storage-format.md ("Log frame")
 lists them all, with the topic id and the seq of each frame.
 
-A frame has the state after it, and needs no record: by the time the log is read, records may be marked, rewritten or
-evicted. Frames with floors, and an ACK that deletes, have a revision: a run of frames that comes twice changes nothing.
+A frame has the state that results from it, so its reader needs no record: when somebody reads the log, records may be
+marked, rewritten or evicted. Frames with floors, and an ACK that deletes, have a revision, so a run of frames that
+comes twice changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ class MarkFrameBody(msgspec.Struct):
 
 
 class HeadFrameBody(msgspec.Struct, omit_defaults=True):
-    """`reason`: why the seqs up to an exact mark of a durable topic are lost (`EvictReason`)."""
+    """A head watermark. `reason` says why the seqs up to an exact mark of a durable topic are lost (`EvictReason`)."""
 
     exact: bool
     reason: EvictReason = EvictReason.LOST_TAIL
 
 
 class SessionFrameBody(msgspec.Struct):
-    """A watch session: `body` when it is created, then `positions`; a nil body when it is collected. `positions` are
-    where its last stream that ended in order was, without topics that have ended; nil before the first such stream.
+    """A watch session. A nil `body` means that the session was removed. `positions` say where its last stream was that
+    ended in order, without topics that were deleted; nil before the first such stream.
     """
 
     wid: str
@@ -73,11 +74,12 @@ class SessionFrameBody(msgspec.Struct):
 
 
 class AckFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Jobs that are over. If `keep`, their records stay. Else these are deleted: `records` and `size_bytes` fewer live.
+    """Jobs that are over. If `keep`, their records stay. Otherwise the records are deleted, and the topic has `records`
+    and `size_bytes` less.
 
     `revision`, `earliest_seq` and `evict_…` are as in `Floors`. `dead_lettered` is the number of all jobs that went to
-    the dead letters so far, 0 for no change. Unlike a DELETE, the body does not count what is left: an ack is one of
-    many writes in a group and does not know the others.
+    the dead letters so far, 0 for no change. Unlike a DELETE, the body has no count of the records that remain: an ack
+    is one of many writes in a group and does not know the others.
     """
 
     runs: list[Run]
@@ -118,8 +120,8 @@ class AckFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RamStateFrameBody(msgspec.Struct):
-    """State of a topic with records in the RAM log that only removed files of that log had. `keys` are (key, first_seq,
-    records, ts), oldest first. `consumers` has the attributes of jobs whose records are in the RAM log.
+    """State of a topic with records in the RAM log: the part that only removed files of that log had. `keys` are (key,
+    first_seq, records, ts), oldest first. `consumers` has the attributes of jobs whose records are in the RAM log.
     """
 
     earliest_seq: int

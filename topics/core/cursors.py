@@ -1,14 +1,15 @@
 """Named cursors of one topic (api §10): read positions that the server keeps. Pure.
 
-A reader reads from where the cursor is, then asks to advance it. The cursor advances only if it is still where the
-reader found it. So of two readers one gets the records and the other tries again behind them: nothing is read twice,
-and there is no lock that a dead reader could keep. The consistency says when a move is logged:
+A reader reads from the cursor's position and then asks to advance the cursor. The shard advances it only if it is still
+where the reader found it. So of two readers one gets the records, and the other tries again behind them: nothing is
+read twice, and there is no lock that a dead reader could keep. The consistency says when the shard logs a move:
 
     strictly_at_once   each move, on the disk before the reader may pass on what it read: no record comes twice
     at_least_once      after every `persist_every` answers that were passed on; the log has the others as missing
 
-Between its move and the word that its answer was passed on, a read is *under way*. If the answer fails, or its frontend
-dies, its records are *missing*: they are read again before anything new. The log has all records under way as missing.
+A read is *under way* from its move of the cursor until its frontend reports that the answer was passed on. If the
+answer fails, or the frontend dies, its records are *missing*: a reader gets them again before anything new. The log has
+all records under way as missing.
 
     ├── read and passed on ──┤ missing ├── passed on ──┤ under way ├── passed on ──┤ not read yet …
                              └ the next read                                       └ front
@@ -28,11 +29,11 @@ from topics.api.requests import Consistency as Consistency
 from topics.core.errors import TopicsError
 
 Stretch = tuple[int, int]
-"""Records behind the first seq, up to the second."""
+"""(after_seq, last_seq): the records behind the first seq, up to the second."""
 CURSORS_MAX: Final = 10_000
 """The most cursors of one topic."""
 UNDER_WAY_MAX: Final = 1000
-"""The most reads of one cursor that are under way: each may be a stretch in every CURSOR frame."""
+"""The most reads of one cursor under way at once: each may add a stretch to every CURSOR frame."""
 
 
 class CursorFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -114,9 +115,9 @@ class NamedCursor:
         return CursorFrameBody(self.name, self.consistency, self.persist_every, seq, tuple(missing))
 
     def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int, read: int) -> bool:
-        """Move the cursor for a reader that found it at `from_seq`; False if it is not there any more. Unless the
-        cursor is strict, the read (`read` is its number at its frontend) is under way until it was passed on or failed.
-        Raise `throttled` if UNDER_WAY_MAX are.
+        """Move the cursor for a reader that found it at `from_seq`; False if it is not there any more. `read` is the
+        number of the read at its frontend. Unless the cursor is strict, the read is now under way. Raise `throttled` if
+        UNDER_WAY_MAX reads are.
         """
         if revision != self.revision or to_seq <= from_seq:
             return False
@@ -170,7 +171,7 @@ class NamedCursor:
         return (self.strict or self._passed_on >= self.persist_every) and self.unlogged
 
     def persisting(self) -> None:
-        """Count answers from here: the state that is being logged covers those so far."""
+        """Count answers from 0 again: the state that is being logged covers all answers so far."""
         self._passed_on = 0
 
     def persisted(self, body: CursorFrameBody) -> None:

@@ -1,8 +1,8 @@
-"""The fold: the state that a shard's log says, frame by frame. Pure; recovery and the compactor use the same.
+"""The fold: it reads a shard's log frame by frame and builds the state of the shard. Pure.
 
-`core/control_bodies.py` has the bodies of the frames. A run of frames may come twice (a file whose sync failed is
-copied into the next one), and changes nothing the second time: a frame whose revision is not above the topic's is
-skipped.
+Recovery and the compactor both use it. `core/control_bodies.py` has the bodies of the frames. A run of frames may come
+twice, because the writer copies the end of a file whose sync failed into the next file. The second time it changes
+nothing: the fold skips a frame whose revision is not above the topic's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FoldError(Exception):
 
 
 class LostEnd(NamedTuple):
-    """Ids of topics about which the log lost something with its end. All of it must be logged before anything else:
-    nobody could tell later which seqs were lost and which never were, and an archive has the log and not the marks.
+    """Ids of topics about which the log lost something with its end.
 
-    The head of those in `heads` is the most that a watermark allows. Those in `deletions` may have deletions that only
-    their segments know.
+    The shard must log this before anything else. Later nobody could tell lost seqs from seqs that were never given out,
+    and an archive has the log but not the deletion marks in segments. A topic in `heads` has the highest head that a
+    watermark allows. A topic in `deletions` may have deletions that only its segments know.
     """
 
     heads: set[int]
@@ -46,15 +46,15 @@ class LostEnd(NamedTuple):
 class Fold:
     """Applies frames in log order and owns the topics, sessions and routers that result.
 
-    Appends are gathered per topic and reach it in runs, so that a record costs a few list operations. The records of
-    an `ephemeral` topic come from two logs: those in RAM follow all durable ones. Recovery calls `restore` if there is
-    a snapshot, feeds the RAM log, then the durable one, and calls `finish`. For a snapshot, feed the durable log alone,
-    then call `state`.
+    It gathers Appends per topic and hands them over in runs, so that a record costs a few list operations. The records
+    of an `ephemeral` topic come from two logs, and those in the RAM log follow all durable ones. Recovery calls
+    `restore` if there is a snapshot, feeds the RAM log, then the durable log, and calls `finish`. To make a snapshot,
+    feed only the durable log and call `state`.
     """
 
     def __init__(self, make_index: Callable[[int], RecordIndex], is_located: bool = True) -> None:
-        """`make_index` makes the index of a topic id, empty, its next entry being that of seq 1. `is_located`: it keeps
-        entries.
+        """`make_index` makes the empty index of a topic id, beginning with seq 1. `is_located` says that such an index
+        keeps an entry for each record.
         """
         self._make_index = make_index
         self.is_located = is_located
@@ -69,7 +69,7 @@ class Fold:
         """Entries of the durable log that their topics do not have yet."""
         self._in_ram: dict[int, array[int]] = {}
         """Entries of the RAM log. It is read first, but they go behind all durable ones."""
-        # What the RAM log says of topics before the durable log creates them:
+        # The RAM log is read first, so it may name topics that the durable log has yet to create. These wait here:
         self._early_keys: dict[int, list[tuple[bytes, WriteOutcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, control_bodies.RamStateFrameBody] = {}
@@ -77,9 +77,9 @@ class Fold:
         self._ceilings: dict[int, int] = {}
         """Head watermarks of durable topics."""
         self.lost_end = LostEnd(set(), set())
-        """Complete after `finish`."""
+        """The loss at the end of the log; complete after `finish`."""
         self._uncounted: set[int] = set()
-        """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
+        """Topics to count by their index: the durable log cannot know how many records came from RAM or were lost."""
 
     # -- snapshots
 
@@ -148,7 +148,7 @@ class Fold:
     # -- frames
 
     def records(self, topic_id: int, entries: array[int], in_ram: bool = False) -> None:
-        """Gather a run of Append frames of one topic, as index entries in log order."""
+        """Gather a run of Append frames of one topic, given as index entries in log order."""
         if not in_ram:
             self._topic(topic_id)
         waiting = self._in_ram if in_ram else self._pending
@@ -200,7 +200,7 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is not None:
             self._apply_pending(topic)
-            # The evictions that follow from it are in the log themselves.
+            # The log has its own frames for the evictions that a new configuration causes.
             former, topic.config = topic.config, control_bodies.decode_config(data).config
             if topic.config.durability != former.durability:  # all its records are on the disk
                 self._ceilings.pop(topic_id, None)
@@ -291,7 +291,7 @@ class Fold:
             topic.cursors.logged(control_bodies.decode_cursor(data))
 
     def ram_state(self, topic_id: int, data: bytes) -> None:
-        """Take the state that removed files of the RAM log had; the latest frame counts."""
+        """Take the state that only removed files of the RAM log had. The latest such frame counts."""
         state = control_bodies.decode_ram_state(data)
         topic = self.topics.get(topic_id)
         if topic is not None:
@@ -319,24 +319,26 @@ class Fold:
             self.sessions[session.wid] = session
 
     def finish(self, ram_log_survived: bool, has_end: bool = True) -> None:
-        """Complete the topics once all logs are read. Without the RAM log, what `ephemeral` topics held is lost and
-        the watermarks say their heads. With it (only a process crashed), the records themselves say them, or the last
-        exact watermark: seqs up to there were assigned. If the durable log may not have its end (`has_end`), the
-        watermarks say the heads of topics whose records are shown before they are synced.
+        """Complete the topics once all logs are read.
+
+        If the RAM log survived (only a process crashed), the head of an `ephemeral` topic is its last record, or its
+        last exact watermark if that is higher. If it did not survive, the records in RAM are lost and the head
+        watermark gives the head. Without `has_end` the durable log may lack its end: then the watermark also gives the
+        heads of topics that show records before they are synced.
         """
         for topic in self.topics.values():
             self._apply_pending(topic, at_end=True)
             in_ram = self._in_ram.pop(topic.id, None)
             if in_ram is not None:
-                # Records that were logged again when the topic became durable are known by now, and skipped.
+                # If the topic became durable, the durable log has some of them again: `_apply_pending` skips those.
                 self._uncounted.add(topic.id)
                 topic.last_write_ts = max(topic.last_write_ts, *in_ram[1::ENTRY_WORDS])
                 self._pending[topic.id] = in_ram
                 self._apply_pending(topic, at_end=True)
             head_ceiling = self._ram.ceiling(topic.id) or 0
             topic.had_ram_records = self._ram.ceiling(topic.id) is not None
-            # Only after an accepted loss: segments go on behind the end of the log, or were made after losses that the
-            # log does not mention any more.
+            # Both happen only after an operator accepted a data loss: segments reach beyond the end of the log, or
+            # begin behind losses that the log does not mention any more.
             if topic.index.segments.last_seq > topic.head_seq:
                 topic.extend_head(topic.index.segments.last_seq)
                 self._uncounted.add(topic.id)
@@ -356,7 +358,7 @@ class Fold:
                 _lose_tail(topic, tail_ceiling)
                 self.lost_end.heads.add(topic.id)
             if self._ram.has_deleted(topic.id):
-                # A deleted record is not a lost one.
+                # The RAM log may have lost records that were deleted before: flag them as deleted, not lost.
                 self._uncounted.add(topic.id)
                 deleted = list(seqs_of(self._ram.deleted_runs(topic)))
                 topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
@@ -367,13 +369,13 @@ class Fold:
                 may_lack_deletions = not has_end and topic.recount_marked()
             if may_lack_deletions:
                 self.lost_end.deletions.add(topic.id)
-            # Every reader of the log comes to this floor.
+            # Every reader of the log computes this floor.
             topic.logged_floor = topic.evict_floor
             # The evictions of the last writes may not be in the log.
             topic.evict_over_cap()
 
     def is_counted(self, topic: Topic) -> bool:
-        """True if `topic.records` is what the durable log alone says: no record was ever in RAM only."""
+        """True if `topic.records` follows from the durable log alone: no record was ever in RAM only."""
         return topic.id not in self._uncounted and self._ram.ceiling(topic.id) is None
 
     def apply_pending(self) -> None:
@@ -386,21 +388,21 @@ class Fold:
                 self._apply_pending(topic)
 
     def _topic(self, topic_id: int) -> Topic | None:
-        """Return the topic that a frame is of, None if it was deleted since."""
+        """Return the topic that a frame belongs to, None if it was deleted. Raise FoldError for an unknown id."""
         topic = self.topics.get(topic_id)
         if topic is None and topic_id not in self.created_ids:
             raise FoldError(f"a frame names topic {topic_id:#x}, which the log never created")
         return topic
 
     def _apply_pending(self, topic: Topic, at_end: bool = False) -> None:
-        """Hand a topic the records gathered for it, in seq order. Seqs between them that were assigned in RAM are
-        lost: with a former RAM log, deleted there, or, in logs of 0.1.0, not logged when the topic became durable. Any
-        other hole is an error `at_end`: until then a frame may explain it.
+        """Hand a topic the records gathered for it, in seq order. A hole between them counts as lost if its seqs were
+        assigned in RAM: a former RAM log lost or deleted these records, or release 0.1.0 did not log them when the
+        topic became durable. Any other hole raises FoldError `at_end`. Before that, a later frame may explain it.
         """
         entries = self._pending.pop(topic.id, None)
         if entries is None:
             return
-        # Without repeats (a file that was salvaged into the next one) and known records.
+        # Leave out repeats (from a file whose end was copied into the next one) and records that the topic has.
         entries = in_order(entries, topic.head_seq)
         while entries:
             expected = topic.head_seq + 1
@@ -420,7 +422,7 @@ class Fold:
             entries = entries[run * ENTRY_WORDS :]
 
     def _is_new(self, topic: Topic, revision: int, earliest_seq: int) -> bool:
-        """True if a frame with this revision says anything new; the topic has all records before the frame then."""
+        """True if a frame with this revision says anything new. In that case give the topic all records before it."""
         if topic.queue is not None:
             topic.queue.forget_below(earliest_seq)
         if revision <= topic.revision:
@@ -429,7 +431,7 @@ class Fold:
         return True
 
     def _end_jobs(self, topic: Topic, seqs: Sequence[int]) -> None:
-        """End deleted jobs, also when the frame comes twice: so do those before it, which bring the jobs back."""
+        """End deleted jobs, even if the frame comes again: frames before it came again too and brought jobs back."""
         if topic.queue is not None:
             topic.queue.deleted(seqs)
 
@@ -439,12 +441,12 @@ class Fold:
 
     def _apply_floors(self, topic: Topic, floors: Floors) -> None:
         if floors.earliest_seq > topic.head_seq + 1:
-            # No log need have the records of an `ephemeral` topic below the floor.
+            # Records of an `ephemeral` topic below the floor need not be in any log.
             self._uncounted.add(topic.id)
             topic.extend_head(floors.earliest_seq - 1)
         elif floors.earliest_seq < topic.earliest_seq:
-            # The fold took the records between for lost with the RAM log. If they were not, a segment has them: the
-            # compactor of release 0.1.0 read the RAM log of a topic that was no longer `ephemeral`.
+            # The fold counted the records between the two floors as lost with the RAM log. If a segment has them, they
+            # were not: the compactor of 0.1.0 read the RAM log of a topic that was no longer `ephemeral`.
             if topic.index.base_seq <= floors.earliest_seq:
                 topic.earliest_seq = floors.earliest_seq
             else:
@@ -453,7 +455,7 @@ class Fold:
         topic.logged(floors)
 
     def _check_count(self, topic_id: int, floors: Floors) -> None:
-        """Have a topic counted again if its counts are below 0: earlier versions trusted indexes more than the log."""
+        """Have a topic counted again if its counts are below 0, as earlier versions may have logged them."""
         if floors.records < 0 or floors.live_bytes < 0:
             self._uncounted.add(topic_id)
 
@@ -468,7 +470,7 @@ class Fold:
         _restore_consumers(topic, state.consumers)
 
     def _mark_lost(self, topic: Topic, last_seq: int, ts: int) -> None:
-        """Take the seqs up to `last_seq` for lost with the RAM log, before a record of the time `ts` or later."""
+        """Count the seqs up to `last_seq` as lost with the RAM log; `ts` is the commit time of their entries."""
         self._uncounted.add(topic.id)
         if topic.earliest_seq <= topic.head_seq:
             topic.restored(lost_entries(topic.head_seq + 1, last_seq, ts, EvictReason.RESTART))
@@ -477,7 +479,7 @@ class Fold:
 
 
 def _lose_tail(topic: Topic, last_seq: int, reason: EvictReason = EvictReason.LOST_TAIL) -> None:
-    """Take the seqs up to `last_seq` for lost with the end of the log."""
+    """Count the seqs up to `last_seq` as lost with the end of the log."""
     if last_seq > topic.head_seq:
         topic.skipped(last_seq, reason)
         topic.lost_tail_seq = last_seq

@@ -1,4 +1,4 @@
-"""The pressure of a process, what follows from it (one sample every INTERVAL_MS), and the brake of a shard. Pure.
+"""The pressure of a process (one sample every INTERVAL_MS), its consequences, and the brake of a shard. Pure.
 
     pressure      0 ─────── 0.2 ─────────── 0.4 ─────────── 0.6 ───── 0.8 ─────── 0.95 ─ 1
     frames        at once   │ coalesced, up to 20 ms ──────────────────────────────────▶
@@ -6,18 +6,18 @@
     deferring               .               .               ◀─ ends   │ begins ────────▶   negative priorities paused
     pressed                 .               .               .         .           │ ─▶     429 soon when a ring is full
 
-A process measures its own pressure (`Governor`). All processes act on that of the service, the greatest of them
-(`Ladder`). Only waiting is pressure: a process that is always busy but keeps up has 0.2 at most, so high use throttles
-nothing.
+A process measures its own pressure (`Governor`). All processes act on the pressure of the service, which is the
+greatest of theirs (`Ladder`). Only waiting is pressure: a process that is always busy but keeps up has 0.2 at most, so
+high use alone throttles nothing.
 
-The brake is apart from that: it slows a shard that writes faster than the compactor takes in, so that a start never has
-much log to read.
+The brake is independent of pressure. It slows a shard that writes faster than the compactor can follow, so that a start
+never has much log to read.
 
     log behind the last snapshot    0 ──────── 4/5 of the limit ───────── the limit ────── 6/5 of the limit ──────▶
     pause for each ms of work       none       │ 0 ms … 4 ms ─────────────────── … 8 ms ─│ 8 ms ──────────────────▶
 
-The pause comes behind the answers of a group: who writes now and then does not notice it, who writes without a break
-gets the pace of the compactor, which has the processor meanwhile.
+The pause comes behind the answers of a group. A client that writes now and then does not notice it. A client that
+writes without a break is slowed to the pace of the compactor, which gets the processor meanwhile.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ RETRY_AFTER_MS: Final = (100, 1000)
 
 
 class Sample(NamedTuple):
-    """One interval: the wait of what is served, the fullest queue's fullness (0 to 1), the share of time busy."""
+    """One interval: the wait of the served requests, the fullness (0 to 1) of the fullest queue, the busy share of
+    time.
+    """
 
     latency_ms: float
     fullness: float

@@ -1,14 +1,14 @@
-"""Outcomes of keyed writes are remembered, so that a retry gets the first answer (api §0.9), and producers are fenced.
+"""The outcomes of keyed writes, so that a retry gets the first answer (api §0.9), and the fencing of producers. Pure.
 
 There are three kinds of keys:
 
 - A client's key is UTF-8 and expires with the topic's window.
-- A *stage key* marks a stage that a transaction has published (api §6). The service must know it for as long as the
-  transaction may be carried out again, which no clock can tell. It goes when the sink's next batch comes to the topic,
-  or when the transaction is over.
-- A producer's key expires like a client's, but for the last one: it says where the producer is (api §2). A producer
-  numbers its writes, and each of its instances has an epoch above that of the one before. Epoch and number are the key,
-  so they are logged with the write and go wherever keys go:
+- A *stage key* marks a stage that a transaction has published (api §6). The service must know it as long as the
+transaction may be carried out again, and no clock can tell that. The topic forgets it when the sink's next batch
+comes, or when the transaction is over.
+- A producer's key expires like a client's, except the last one: it says where the producer is (api §2). A producer
+numbers its writes, and each instance of it has a higher epoch than the one before. Epoch and number are the key, so
+they are logged with the write, and are wherever keys are:
 
       | 0xFD | id | epoch u64 big-endian | n u64 big-endian |
 """
@@ -25,9 +25,10 @@ from topics.core.errors import TopicsError
 
 @unique
 class KeyMark(bytes, Enum):
-    """First bytes of the keys that the service gives to writes itself. None begins UTF-8: no client's key has one.
+    """First bytes of keys that the service itself gives to writes. No UTF-8 text begins with one, so no client's key
+    does.
 
-    They are in logs: a mark that is given up is not given to anything else.
+    Logs contain them, so never give a former mark another meaning.
     """
 
     STAGE = b"\xff"
@@ -67,8 +68,8 @@ def check_turn(
     id: bytes, last: ProducerTurn | None, given: ProducerTurn, *, is_known: bool, may_skip: bool = False
 ) -> None:
     """Raise `409 fenced` for an instance that another one of a higher epoch has replaced, `409 out_of_order` for a
-    write that is not the next one. A write whose outcome is known comes again, and the first write of an epoch may have
-    any number. With `may_skip` the log may have lost writes behind the last one.
+    write that is not the next one. Allow a retry whose outcome `is_known`, and any number for the first write of an
+    epoch. With `may_skip` allow a gap, because the log may have lost writes behind the last one.
     """
     if last is None:
         return
@@ -118,15 +119,16 @@ def is_stage_key(key: bytes) -> bool:
 
 
 def is_move_key(key: bytes) -> bool:
-    """Return whether a write with this key takes the place of a stage, or of a record in another topic."""
+    """Return whether a write with this key replaces a stage or a record of another topic, which is removed after it."""
     return key.startswith((KeyMark.STAGE, KeyMark.CARRIED))
 
 
 class IdempotencyWindow:
     """The keyed writes of one topic.
 
-    Clients' keys of the last `window_ms` come oldest first: commit times never decrease, so expiry is from the front.
-    Stage keys are kept by sink, each sink's of one batch. Producers' turns are kept by id, the last writer at the end.
+    It keeps clients' keys of the last `window_ms`, oldest first; commit times never decrease, so keys expire at the
+    front. It keeps stage keys by sink, for one batch of each sink. It keeps producers' turns by id, the last writer at
+    the end.
     """
 
     __slots__ = ("_outcomes", "_producers", "_stage_keys")
@@ -202,7 +204,7 @@ class IdempotencyWindow:
         self._forget(now_ms)
         for id, (turn, outcome) in self._producers.items():
             key = producer_key(id, turn)
-            # A write that a log said late may be behind others.
+            # A log may have a write late: then its producer stands behind others, so check the age of each.
             if key not in self._outcomes and now_ms - outcome.ts <= FORGOTTEN_AFTER_MS:
                 kept.append((key, *outcome))
         return kept + [(key, *outcome) for key, outcome in self._outcomes.items()]
@@ -218,7 +220,7 @@ class IdempotencyWindow:
             del outcomes[key]
 
     def _forget(self, now_ms: int) -> None:
-        """Let idle producers go, by commit times: a reader of the log forgets the same producers as its shard."""
+        """Forget idle producers by commit times: so a reader of the log forgets the same producers as its shard."""
         producers = self._producers
         while producers:
             _turn, oldest = next(iter(producers.values()))
@@ -231,9 +233,9 @@ class IdempotencyWindow:
 
 
 def _goes_on(known: tuple[ProducerTurn, WriteOutcome], turn: ProducerTurn, ts: int) -> bool:
-    """True if a producer's write takes it further than is known of it. A log may say a write twice, and two logs come
-    one after the other, so an earlier write may come later. Its turn tells, unless the producer was forgotten between
-    the two and began again.
+    """True if this write of a producer is later than its known one. A fold may meet an earlier write later, because a
+    log may have a write twice, and two logs come one after the other. The turn tells which is later, unless the
+    producer was forgotten between the two and began again: then the commit time tells.
     """
     last_turn, last = known
     later_ms = ts - last.ts

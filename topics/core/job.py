@@ -1,4 +1,4 @@
-"""One job of a queue (api §9): its phase, and its form in the log and in snapshots. `jobs.py` has all jobs. Pure.
+"""One job of a queue (api §9): its phase, and its form in the log and in snapshots. `jobs.py` manages all jobs. Pure.
 
                ┌────────────── due ──── DELAYED ◀── nack with a delay ──┐
                ▼                                                        │
@@ -10,8 +10,8 @@
     SCHEDULED  between BEHIND and READY, of a job that has a time (`deliver_at_ms`)
     HELD       its end is being committed to the log, or a frontend is carrying it to the dead letters
 
-Time is passed in. Leases and delays run on the monotonic clock. Clients and the log get the wall clock of the same
-instant, which is all that is left after a restart. `deliver_at_ms` is a wall time.
+The caller passes in the time. Leases and delays run on the monotonic clock. Clients and the log get the same instant on
+the wall clock, and after a restart only that is known. `deliver_at_ms` is a wall time.
 """
 
 from __future__ import annotations

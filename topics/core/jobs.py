@@ -1,12 +1,13 @@
 """The jobs of one queue (api §9) and the phase of each. Pure.
 
-A job is a live record that is not acknowledged. Most jobs cost no memory: jobs that were never handed out and wait in
-order are the live records from `fresh_seq` on. Any other job has a `TrackedJob` (`job.py` has the picture).
+A job is a live record that is not acknowledged. Most jobs are *fresh* and cost no memory: nobody has been handed them,
+and they wait in order. They are the live records from `_fresh_seq` on that are neither tracked nor done. Any other job
+has a `TrackedJob` (`job.py` has the picture).
 
-A record below `fresh_seq` is deleted, done or tracked. `done` are acknowledged jobs whose records stay
+A record below `_fresh_seq` is deleted, done or tracked. `done` has the acknowledged jobs whose records stay
 (`on_ack: "keep"`).
 
-An entry of a heap goes stale when its job changes, and is skipped when it comes up.
+A heap entry goes stale when its job changes. The queue skips stale entries when they reach the top of the heap.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from topics.core.seq_set import Run, SeqSet, seqs_of
 DEAD_PER_TAKE_MAX: Final = 100
 """The most jobs that one claim sends to the dead letters; the next claim goes on."""
 WALL_POLL_MS: Final = 1_000
-"""Interval of checks of jobs that wait for the wall clock, which somebody may set."""
+"""Longest time between two checks of jobs that wait for the wall clock: somebody may set that clock."""
 _LOOK_MAX: Final = 1024
-"""The most records to look at in one step where few are fresh jobs."""
+"""The most records that `_take_fresh` looks at in one step when few of them are fresh."""
 
 
 class JobRecords(Protocol):
@@ -40,11 +41,11 @@ class JobRecords(Protocol):
 
 
 _DUE: Final = (JobPhase.LEASED, JobPhase.DELAYED, JobPhase.HELD)
-"""Phases that may end by the clock; HELD does on its way to the dead letters."""
+"""Phases that the clock may end; it ends HELD only for a job on its way to the dead letters."""
 
 
 class QueueJobs:
-    """All jobs of one queue: phases, due times and holders. Until `Leases.start` it only collects what the log says."""
+    """All jobs of one queue: phases, due times, holders. Before `Leases.start` it only collects what the log says."""
 
     def __init__(self, records: JobRecords) -> None:
         self._records = records
@@ -78,14 +79,14 @@ class QueueJobs:
     # -- records
 
     def add(self, seq: int, deliver_at_ms: int, order_key: str, due_ms: int = 0) -> None:
-        """Add a record that was written with a time or an order key (0, "" for none), in the order of seqs. If
-        `deliver_at_ms` is the end of a delay, `due_ms` is that end on the monotonic clock.
+        """Add a record that was written with a delivery time or an order key (0, "" for none). Call this in seq order.
+        If `deliver_at_ms` (wall clock) is the end of a delay, `due_ms` is the same end on the monotonic clock.
         """
         if seq in self.done or (self._started and seq < self._records.earliest_seq):
             return
         known = self._jobs.get(seq)
         if known is not None:
-            if not self._started:  # the snapshot had its lease, the RAM log has its attributes
+            if not self._started:  # the snapshot had the job's lease, the RAM log has its attributes
                 known.deliver_at_ms, known.order_key = deliver_at_ms, order_key
             return
         job = self._track(seq, TrackedJob(deliver_at_ms, order_key, due_ms))
@@ -106,8 +107,8 @@ class QueueJobs:
         self._end(seqs)
 
     def floor_moved(self, seq: int) -> None:
-        """Forget jobs below `seq`, where no record is live any more. While a log is read that may be an illusion,
-        because a RAM log or a segment has the records: then it waits for the start, or for `forget_below`.
+        """Forget jobs below `seq`, because no record there is live any more. Do nothing while a log is still read: a
+        RAM log or a segment may have live records there. `start` or `forget_below` forgets the jobs later.
         """
         if self._started:
             self.forget_below(seq)
@@ -123,7 +124,7 @@ class QueueJobs:
         self._compact()
 
     def finish(self, runs: Iterable[Run]) -> None:
-        """End acknowledged jobs whose records stay. The fold of an ACK calls this as well."""
+        """End acknowledged jobs whose records stay. The shard calls this, and the fold when it reads an ACK."""
         for first, last in runs:
             self.done.add(first, last)
         self._end(seqs_of(runs))
@@ -160,7 +161,7 @@ class QueueJobs:
         return freed
 
     def due_in_ms(self, now: Now) -> int | None:
-        """Return the time until `advance` has something to do; None if nothing waits for a clock."""
+        """Return the ms until `advance` has something to do; None if no job waits for a clock."""
         waits = []
         if self._due:
             waits.append(self._due[0][0] - now.mono_ms)
@@ -171,7 +172,7 @@ class QueueJobs:
         return max(0, min(waits)) if waits else None
 
     def advance(self, now: Now) -> bool:
-        """End leases and delays whose time is over and ready jobs that are due. True if that made a job ready."""
+        """End leases and delays whose time is over, and make due scheduled jobs ready. True if any job got ready."""
         before = self._counts[JobPhase.READY] + self._counts[JobPhase.RETURNED]
         due, jobs = self._due, self._jobs
         while due and due[0][0] <= now.mono_ms:
@@ -194,7 +195,7 @@ class QueueJobs:
     # -- phases
 
     def _take(self, most: int, deliveries_max: int) -> tuple[list[int], list[int]]:
-        """Take (jobs to lease, dead ones) off the heaps: returned ones first, then by seq."""
+        """Take ready jobs off the heaps, returned ones first, then by seq; return (jobs to lease, dead jobs)."""
         seqs: list[int] = []
         dead: list[int] = []
         last_seq = 0
@@ -220,9 +221,10 @@ class QueueJobs:
         return sorted(seqs + ready[:kept] + fresh), dead
 
     def _take_fresh(self, most: int, ready: list[int]) -> list[int]:
-        """Take the fresh jobs that are among the first `most` of them and `ready` (ascending) together: each replaces
-        the last of `ready` that has a place. `_fresh_seq` passes every record that was looked at, so none is looked at
-        twice, however many jobs of other kinds there are.
+        """Return the fresh jobs among the first `most` jobs by seq, counted over fresh jobs and `ready` (ascending).
+
+        A fresh job that comes earlier takes the place of the last of `ready`. `_fresh_seq` moves behind each record
+        that this looks at, so it looks at none twice, however many other jobs there are.
         """
         found: list[int] = []
         records, jobs, done = self._records, self._jobs, self.done
@@ -304,14 +306,14 @@ class QueueJobs:
             del self._lines[job.order_key]
 
     def _line_up(self, seq: int, order_key: str) -> deque[int]:
-        """Put a job behind the others of its key; return them all."""
+        """Put a job behind the others of its order key; return the whole line."""
         line = self._lines.setdefault(order_key, deque())
         line.append(seq)
         self._lined += 1
         return line
 
     def _enqueue(self, seq: int, job: TrackedJob) -> None:
-        """Let a job that no other is in front of wait for its time, or ready it if it has none."""
+        """Let the first job of a line (or one without order key) wait for its time, or make it ready if it has none."""
         if job.due_ms:
             self._set(seq, job, JobPhase.SCHEDULED)
             heappush(self._delayed, (job.due_ms, seq))
@@ -323,8 +325,8 @@ class QueueJobs:
             heappush(self._ready, seq)
 
     def _compact(self) -> None:
-        """Rebuild heaps of which most entries may be stale; a stale entry stays until it comes up, perhaps for ever.
-        The cost is the size of the heap, never the number of all jobs: many more may be scheduled.
+        """Rebuild each heap whose entries may be mostly stale: a stale entry may never come to the top by itself. The
+        cost is the size of that heap, not the number of all jobs, because many more jobs may be scheduled.
         """
         counts, jobs = self._counts, self._jobs
         if len(self._due) > _entries_max(sum(counts[phase] for phase in _DUE)):
@@ -355,5 +357,5 @@ class QueueJobs:
 
 
 def _entries_max(current: int) -> int:
-    """Return the most entries that a heap may have when so many of them are not stale."""
+    """Return the number of entries above which a heap is rebuilt, given the number that are not stale."""
     return 64 + 4 * current

@@ -1,4 +1,4 @@
-"""The leases of one queue's jobs (api §9): what consumers do with jobs, and what the log says of it. Pure."""
+"""The leases of one queue's jobs (api §9): consumers take, extend and end them, and the log records that. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from topics.core.job import Holder, JobPhase, JobView, LeaseFrameBody, Now, Queu
 from topics.core.jobs import QueueJobs
 
 CARRY_MS: Final = 30_000
-"""Time in which a frontend must have brought a job to the dead letters, else it has failed."""
+"""Time that a frontend has to bring a job to the dead letters; after it the job returns to the queue."""
 PEEK_LOOK_MAX: Final = 1024
-"""The most live records that one `peek` looks at; few may be in the state it wants."""
+"""The most live records that one `peek` looks at: perhaps few of them are in the wanted state."""
 PEEK_PASS_MAX: Final = 16_384
 """The most records that one `peek` passes: the oldest job may have millions of deleted ones behind it."""
 LEASE_NO_END: Final = 1 << 64
@@ -21,7 +21,9 @@ _FREE: Final = (JobPhase.READY, JobPhase.RETURNED, JobPhase.DELAYED)
 
 
 class LeasedSeqs(NamedTuple):
-    """Jobs that were handed out: ascending seqs, leases from `first_lease_no` on, deliveries with this one."""
+    """Leased jobs: ascending seqs, and how often each was delivered, this time included. Job i has the lease number
+    `first_lease_no` + i. All leases end at `deadline_ms` (wall clock).
+    """
 
     seqs: list[int]
     first_lease_no: int
@@ -30,7 +32,7 @@ class LeasedSeqs(NamedTuple):
 
 
 class Leases(QueueJobs):
-    """The jobs of one queue with their leases: everything about them that their records do not say."""
+    """The jobs of one queue with their leases. It owns everything about jobs that their records do not say."""
 
     # -- the log
 
@@ -50,11 +52,11 @@ class Leases(QueueJobs):
         return QueueState(self.dead_lettered, self.done.runs(), self.attributes().attributes, leases)
 
     def attributes(self) -> QueueState:
-        """Return the part of `state` that was written with the records."""
+        """Return only the part of `state` that came with the records: delivery times and order keys."""
         return QueueState(attributes=self.attributes_of(sorted(self._jobs)))
 
     def attributes_of(self, seqs: Iterable[int]) -> list[tuple[int, int, str]]:
-        """Return (seq, deliver_at_ms, order_key) of those jobs that have either."""
+        """Return (seq, deliver_at_ms, order_key) of each of these jobs that has a time or an order key."""
         jobs = [(seq, job) for seq in seqs if (job := self._jobs.get(seq)) is not None]
         return [(seq, job.deliver_at_ms, job.order_key) for seq, job in jobs if job.deliver_at_ms or job.order_key]
 
@@ -67,13 +69,13 @@ class Leases(QueueJobs):
             job.deadline_ms, job.lease_ms = body.deadline_ms, body.lease_ms
 
     def forget_logged(self) -> None:
-        """Forget the leases that the log has so far: from here on it does not say what becomes of them."""
+        """Forget the leases that the log gave so far: from here on the queue does not log them (`leases_durable`)."""
         for job in self._jobs.values():
             job.deliveries = 0
 
     def start(self, now: Now, next_lease_no: int, keep_leases: bool) -> None:
-        """Start the queue: the log has been read. Jobs without a live record are forgotten; so are all leases unless
-        `keep_leases`. `next_lease_no` is random, so it was never used: a lease id is a fence over restarts as well.
+        """Start the queue once the log has been read. Forget jobs without a live record, and all leases unless
+        `keep_leases`. The caller draws `next_lease_no` at random, so an old lease id does not match after a restart.
         """
         self._started = True
         self._next_lease_no = next_lease_no
@@ -104,9 +106,10 @@ class Leases(QueueJobs):
     # -- consumers
 
     def take(self, most: int, deliveries_max: int, carrier: int, now: Now) -> tuple[list[int], list[int]]:
-        """Take at most `most` ready jobs: (jobs to `lease` at once, dead ones), ascending. A job that was handed out
-        `deliveries_max` times (0: no bound) is dead: it is HELD until the frontend `carrier` has moved it, for CARRY_MS
-        at most. Call `advance` first.
+        """Take at most `most` ready jobs; return (seqs to `lease` at once, seqs of dead jobs). Call `advance` first.
+
+        A job that was handed out `deliveries_max` times (0: no bound) is dead. It stays HELD until the frontend
+        `carrier` has moved it to the dead letters, for CARRY_MS at most.
         """
         seqs, dead = self._take(most, deliveries_max)
         for seq in dead:
@@ -114,7 +117,9 @@ class Leases(QueueJobs):
         return seqs, dead
 
     def carry(self, seqs: Iterable[int], carrier: int, now: Now) -> list[int]:
-        """Hold those of these live records that are free or delayed, as `take` holds dead ones; return them."""
+        """Hold these live records for `carrier`, like `take` holds dead jobs. Return those that could be held: leased,
+        held and done jobs are left out.
+        """
         carried = []
         for seq in seqs:
             job = self._jobs.get(seq)
@@ -139,7 +144,7 @@ class Leases(QueueJobs):
         heappush(self._due, (due_ms, seq))
 
     def lease(self, seqs: list[int], node: str, lease_ms: int, now: Now, holder: Holder | None) -> LeasedSeqs:
-        """Lease the jobs that `take` returned."""
+        """Lease the jobs that `take` returned to `node`; `holder` is the stream that gets them, if any."""
         first_lease_no = self._next_lease_no
         self._next_lease_no += len(seqs)
         if self._next_lease_no >= LEASE_NO_END:
@@ -167,7 +172,9 @@ class Leases(QueueJobs):
     def leased_to(
         self, node: str, seqs: Sequence[int], lease_nos: Sequence[int] | None, dying: Set[int] = frozenset()
     ) -> tuple[list[int], list[int]]:
-        """Return the jobs that are leased to `node`, by exactly these leases if given, none `dying`; and the others."""
+        """Split seqs into (jobs leased to `node`, the others). Given `lease_nos`, a job must have exactly that lease. A
+        `dying` job or a repeated seq counts as another.
+        """
         found: list[int] = []
         skipped: list[int] = []
         seen: set[int] = set()
@@ -193,7 +200,7 @@ class Leases(QueueJobs):
             self._set(seq, self._jobs[seq], JobPhase.HELD)
 
     def unhold(self, seqs: Iterable[int]) -> None:
-        """Return held jobs to their leases, unless the lease was not logged either."""
+        """Return held jobs to their leases. A job that is not HELD any more stays as it is."""
         for seq in seqs:
             job = self._jobs.get(seq)
             if job is not None and job.phase == JobPhase.HELD:
@@ -212,7 +219,7 @@ class Leases(QueueJobs):
                 self._return(seq, job)
 
     def extend(self, seqs: Iterable[int], lease_ms: int, now: Now) -> list[tuple[int, int, int, int]]:
-        """Let leases end `lease_ms` from now; return their former times, for `unextend`."""
+        """Let leases end `lease_ms` from now. Return their former times as `unextend` takes them."""
         former = []
         for seq in seqs:
             job = self._jobs[seq]
@@ -262,13 +269,13 @@ class Leases(QueueJobs):
         return bool(self._holders)
 
     def holders_at(self, frontend: int) -> list[Holder]:
-        """Return the holders of jobs that are connected to this frontend."""
+        """Return the holders (streams and carriers) of jobs at this frontend."""
         return [holder for holder in self._holders if holder[0] == frontend]
 
     def peek(self, from_seq: int, state: State | None, most: int) -> tuple[list[JobView], int]:
-        """Return the first jobs behind `from_seq` in this state (None: any but "done"), and the seq up to which these
-        are all. It looks at PEEK_LOOK_MAX live records and passes PEEK_PASS_MAX records at most. It changes nothing;
-        call `advance` first.
+        """Return (the first jobs behind `from_seq` in this state, the seq up to which none is missing). State None
+        means any but "done". It looks at PEEK_LOOK_MAX live records and passes PEEK_PASS_MAX records at most. It
+        changes nothing; call `advance` first.
         """
         seq = from_seq + 1 if state == "done" else self.done.next_absent(from_seq + 1)
         look = PEEK_LOOK_MAX if state is not None or self.done.count else min(most, PEEK_LOOK_MAX)
@@ -305,7 +312,7 @@ class Leases(QueueJobs):
         """Return LEASE bodies of these jobs as they are now."""
 
         def lease_of(seq: int) -> tuple[str, int, int, Holder]:
-            # Not the phase: a service that follows another one reads the log after the start.
+            # `node` decides and not the phase: a follower reads the log after `start`, and LEASE frames set no phase.
             job = self._jobs[seq]
             return job.node, job.deadline_ms, job.lease_ms, (job.holder if job.node else None) or (0, 0)
 

@@ -26,7 +26,7 @@ from topics.core.topic import Topic
 
 _SEQS_PER_STEP: Final = 1024
 _SPARE_SHARE: Final = 100
-"""One part in so many of a cap is freed beyond what is missing, so that not every write has to ask for room."""
+"""A topic frees 1/100 of its cap more than a write needs, so that not every write has to ask for room."""
 
 
 class RecordFrames(NamedTuple):
@@ -38,7 +38,7 @@ class RecordFrames(NamedTuple):
 
 
 class RoomNeeded(Exception):  # noqa: N818 - not an error
-    """Records have to go before the caps take a write, and can."""
+    """The caps refuse a write, but records can be removed to make room for it."""
 
 
 class PendingWrite(NamedTuple):
@@ -54,9 +54,9 @@ class PendingWrite(NamedTuple):
     in_ram: bool
     """The records go to the RAM log."""
     sync: bool
-    """It counts only once it is on the disk."""
+    """The write counts only once it is on the disk."""
     ceiling: Ceiling | None
-    """Head watermark that the durable log needs before it, None when it has one."""
+    """Head watermark that the durable log needs before the write, None if none is due."""
 
     def ceiling_logged(self) -> None:
         """Note that the durable log has the creation of the topic and the ceiling."""
@@ -79,7 +79,7 @@ class PendingWrite(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PendingTopic:
-    """The changes that one group so far makes to one topic. It decides which write may join, and gives it its seqs."""
+    """The changes that one group has made to one topic so far. It decides which write may join, and gives out seqs."""
 
     _topic: Topic
     _now: Now
@@ -94,7 +94,7 @@ class PendingTopic:
     _turns: dict[bytes, ProducerTurn] = field(default_factory=dict)
     _dying: set[int] | None = None
     _earliest_seq: int = 0
-    """The first live seq without these, so that no request looks at them again."""
+    """The first live seq without the removed records, so that no request looks at these again."""
     _revision: int = 0
     """Revision of the last removal."""
     _dead_lettered: int = 0
@@ -187,11 +187,12 @@ class PendingTopic:
         rows: list[JobRow] = []
         due_ms: list[int] = []
         for at, deliver_at_ms, delay_ms, order_key in jobs:
-            # Not from the commit time, which stays ahead of a clock that was put back.
+            # Not the commit time: that stays ahead of a clock that was put back.
             delayed_ms = self._now.wall_ms + delay_ms if delay_ms else 0
             rows.append((former_head + 1 + at, deliver_at_ms or delayed_ms, order_key))
             due_ms.append(self._now.mono_ms + delay_ms if delay_ms else 0)
-        # What they were is removed once they count: by then they are on the disk, whatever the class.
+        # The stage or record that a move key replaces is removed once the write counts. By then the write must be
+        # on the disk, whatever the class.
         sync = config.is_synced or (not in_ram and idempotency.is_move_key(key))
         return PendingWrite(self._topic, outcome, key, records, rows, due_ms, in_ram, sync, ceiling)
 

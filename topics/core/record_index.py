@@ -1,7 +1,7 @@
 """The record index: where the records of a topic are, and the search for live ones. Pure.
 
-`location.py` has the form of an entry. A search reads entries in steps that grow: most often the first few tell, and a
-step may read a file. Every range ends with `head_seq`.
+`location.py` has the form of an entry. A search reads entries in growing steps, because the first few are usually
+enough and a step may read a file. Every range ends with `head_seq`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecordIndex(Protocol):
     def reserve(self, count: int) -> None: ...
     def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None: ...
     def append_entries(self, entries: array[int]) -> None:
-        """Append entries of consecutive seqs in recovery. A record that a segment has counts as it is there."""
+        """Append entries of consecutive seqs in recovery. If a segment has a record, the segment's entry counts."""
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]: ...
     def ts_at(self, seq: int) -> int: ...
@@ -42,7 +42,7 @@ class RecordIndex(Protocol):
         """Return (records, bytes in the log) that are neither deleted nor lost; an estimate if unreadable."""
 
     def is_readable(self, first_seq: int, last_seq: int) -> bool:
-        """False once a read of any of these failed: then `live_size` was an estimate."""
+        """False if a read of any of these entries has failed: then `live_size` gave an estimate."""
 
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Return those of these seqs (ascending) that are neither deleted nor lost, and their bytes in the log."""
@@ -58,12 +58,13 @@ class RecordIndex(Protocol):
 
     def drop_before(self, seq: int) -> None: ...
     def skip_to(self, seq: int) -> None:
-        """Let the next entry be of `seq`: only segments have anything below it."""
+        """Let the next entry be that of `seq`: only segments have entries below it."""
 
 
 class UnlocatedIndex:
-    """An index without entries, for a fold that ends in a snapshot: segments, the next seq, and the seqs of deletions
-    in the order of the log. The log has everything that follows from these.
+    """An index without entries, for a fold that ends in a snapshot. It keeps the segments, the next seq, and the
+    deleted seqs in log order. It needs no entries, because the log has the floors and counts that follow from
+    deletions.
     """
 
     __slots__ = ("deleted", "next_seq", "segments")
@@ -146,8 +147,9 @@ def left_from(
 ) -> tuple[int, int]:
     """Return (records, bytes) that live from `seq` on, given those that live from `earliest_seq` on.
 
-    The given count comes from the log and is exact. An index may be unreadable, or an older copy in which deleted
-    records live. So the shorter side of `seq` is counted; if that fails or exceeds what is given, the other side is.
+    The given counts come from the log and are exact. An index may be unreadable, or an older copy in which deleted
+    records live. So this counts the shorter side of `seq`. If that fails or gives more than there are, it counts the
+    other side.
     """
     is_below_shorter = seq - earliest_seq <= head_seq + 1 - seq
     if not is_below_shorter:

@@ -1,5 +1,5 @@
-"""The state of one shard up to a place in its log, without the records themselves: the body of a snapshot, and what is
-known of records that only the RAM log has. Pure.
+"""The state of one shard up to a place in its log, without the records themselves: the body of a snapshot. It includes
+what the durable log knows about records that only the RAM log has. Pure.
 
 Each struct is a msgpack array in the order of its fields. A new field goes to the end and has a default, so that a
 release reads the snapshots of earlier ones.

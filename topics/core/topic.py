@@ -1,17 +1,17 @@
-"""One topic as its log says it is: head, floors, counts, retention, idempotency. Pure.
+"""The state of one topic, as its log gives it: head, floors, counts, retention, idempotency. Pure.
 
 There are two floors (api §3.2). `earliest_seq` is the first live record; eviction, expiry and deletion move it.
-`evict_floor` moves only when live records are lost that nobody asked to lose: it alone decides about tombstones.
+`evict_floor` moves only when live records are lost without a request to delete them: it alone decides about tombstones.
 Always evict_floor <= earliest_seq <= head_seq + 1.
 
-Records may be lost behind live ones (LOCATION_LOST). Once no live one is before them, evict_floor moves behind them,
-whatever took the live ones: `earliest_seq` is never that of a lost record.
+Records may be lost behind live ones (LOCATION_LOST). As soon as no live record is before them, evict_floor moves behind
+them, whatever removed the live ones. So `earliest_seq` is never the seq of a lost record.
 
-The index knows where records lie (`RecordIndex`): in a running shard those not yet in a segment are in the topic's
-location ring in shared memory (`shm/arena.py`), the others in the indexes of its segments.
+The index (`RecordIndex`) knows where records lie. In a running shard, the topic's location ring in shared memory
+(`shm/arena.py`) has the entries of records that are in no segment yet. The indexes of its segments have the others.
 
-The state that eviction, deletion and checkpoints leave is logged as `Floors`, with the frame that says why. Reading the
-log takes it as it is and needs no record.
+An eviction, a deletion or a checkpoint logs the resulting state as `Floors`, in the frame that says why. A reader of
+the log takes over these floors and computes nothing from records.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from topics.core.tags import TagIndex
 
 @dataclass(eq=False, slots=True)
 class Topic:
-    """State and rules of one topic. A method that changes it is called once the change is in the log."""
+    """State and rules of one topic. Its shard calls a method that changes it once the change is in the log."""
 
     id: int
     name: str
     config: TopicConfig
     index: RecordIndex
     recreated: bool = False
-    """True if an earlier topic had its name: a cursor beyond the head is of that one."""
+    """True if an earlier topic had its name: a cursor beyond the head belongs to that earlier topic."""
     head_seq: int = 0
     earliest_seq: int = 1
     evict_floor: int = 1
@@ -59,7 +59,7 @@ class Topic:
     archived_seq: int = 0
     last_write_ts: int = 0
     ceilings: Ceilings = field(default_factory=Ceilings)
-    """Ceilings of its head: those of the durable log, or those of records in RAM while it is `ephemeral`."""
+    """Ceilings of its head. While the topic is `ephemeral` they cover records in RAM, otherwise those in the log."""
     had_ram_records: bool = False
     """True if it was `ephemeral` before."""
     lost_tail_seq: int = 0
@@ -69,7 +69,7 @@ class Topic:
     revision: int = 0
     """Revision of the last `Floors` in the log."""
     logged_floor: int = 1
-    """evict_floor as a reader of the log will have it: caps evict before the log says so."""
+    """The evict_floor that a reader of the log computes; it may be lower, because caps evict before the log says so."""
     _front_ts: tuple[int, int] = (0, 0)
     """(seq, commit time) of the earliest record when expiry last looked at it."""
     idempotency: IdempotencyWindow = field(default_factory=IdempotencyWindow)
@@ -84,17 +84,17 @@ class Topic:
     # -- before a write
 
     def check_room(self, count: int, size_bytes: int, pending_records: int, pending_bytes: int) -> None:
-        """Refuse a write that a `reject` topic cannot take; `pending_*` is what the group adds already."""
+        """Refuse a write that a `reject` topic cannot take; the group has already added `pending_*` to the topic."""
         if self.config.discard == "reject":
             held = self.records + pending_records, self.live_bytes + pending_bytes
             check_room(self.name, self.config, count, size_bytes, *held)
 
     def growth(self, count: int, size_bytes: int) -> int:
-        """Return how much `live_bytes` would grow by so many more records and bytes, less what the caps then evict."""
+        """Return how much a write of `count` records adds to `live_bytes`: its size less the bytes that caps evict."""
         return size_bytes - self._over_cap(count, size_bytes)[1]
 
     def must_expire_first(self, count: int, size_bytes: int, now_ms: int) -> bool:
-        """True if a cap would refuse so many more, or evict for them, while it still counts expired records."""
+        """True if a cap would refuse this write, or evict records for it, while it still counts expired records."""
         config = self.config
         if not config.ttl_ms:
             return False
@@ -103,7 +103,7 @@ class Topic:
         return bool(full) and self.expired_below(now_ms) > self.earliest_seq
 
     def check_head(self, if_head_seq: int | None, pending_head_seq: int) -> None:
-        """Refuse a write whose writer has seen another head (api §2)."""
+        """Raise `409 head_mismatch` for a write whose writer has seen another head (api §2)."""
         if if_head_seq is not None and if_head_seq != pending_head_seq:
             raise TopicsError(
                 "head_mismatch",
@@ -112,7 +112,7 @@ class Topic:
             )
 
     def may_skip(self, producer: bytes) -> bool:
-        """Return whether a producer goes on behind writes that are gone: not if a restore or a takeover lost them."""
+        """Return whether a producer may go on behind lost writes. It may not if a restore or a takeover lost them."""
         seq = self.idempotency.last_seq_of(producer)
         if seq is not None:
             return self.restored_seq <= seq < self.lost_tail_seq
@@ -169,7 +169,7 @@ class Topic:
         """Take a new configuration; a tightened cap takes effect at once."""
         if config.durability != self.config.durability:
             self.had_ram_records |= self.config.durability == "ephemeral"
-            # All records are on the disk. In RAM a ceiling of the durable log counts for nothing.
+            # All records are on the disk now. A ceiling of the durable log does not cover records in RAM.
             self.ceilings = Ceilings(0 if config.durability == "ephemeral" else self.head_seq)
         self.config = config
         self.evict_over_cap()
@@ -177,7 +177,7 @@ class Topic:
     # -- floors in the log
 
     def floors(self) -> Floors:
-        """Return the state of the topic for the next frame that has one."""
+        """Return the floors to log with the next frame that has any: one revision above the last logged ones."""
         evicted = self.evict_floor, int(self.evict_reason), self.evict_run_seq
         return Floors(self.revision + 1, self.earliest_seq, *evicted, self.records, self.live_bytes)
 
@@ -188,7 +188,7 @@ class Topic:
         self._apply(floors)
 
     def _apply(self, floors: Floors) -> None:
-        """Take over floors in memory: the log has them (`logged`), or gets them with the next commit."""
+        """Take over floors in memory. The log has them already (`logged`), or gets them with the next commit."""
         self.evict_floor = floors.evict_floor
         self.evict_reason = EvictReason(floors.evict_reason)
         self.evict_run_seq = floors.evict_run_seq
@@ -202,7 +202,7 @@ class Topic:
                 self.queue.floor_moved(floors.earliest_seq)
             assert self.evict_floor <= self.earliest_seq <= self.head_seq + 1
         else:
-            # Lower only in a fold of the durable log alone: it took for lost with the RAM log what segments have.
+            # Lower only in a fold of the durable log alone: it counted records as lost in RAM that segments have.
             self.earliest_seq = floors.earliest_seq
 
     # -- deletion (api §5): permanent, at once, silent
@@ -224,8 +224,8 @@ class Topic:
         return Deletion(0, tuple(seqs), len(seqs), size_bytes, front)
 
     def plan_removal(self, seqs: Sequence[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
-        """Plan to delete exactly these live seqs (ascending) while other deletions are being logged: `dying` are the
-        seqs of all of them, and `earliest_seq` is that of the plan before this one.
+        """Plan to delete exactly these live seqs (ascending) while other deletions are being logged. `dying` has the
+        seqs of all these deletions, `earliest_seq` comes from the plan before this one.
         """
         live = list(record_index.live_entries(self.index, seqs, self.earliest_seq, self.head_seq))
         earliest_seq = max(earliest_seq, self.earliest_seq)
@@ -238,7 +238,7 @@ class Topic:
         return self.live_within(seq, most, self.head_seq)[0]
 
     def live_within(self, seq: int, most: int, looks: int) -> tuple[list[int], int]:
-        """Return `live_from` as far as `looks` entries tell, and the seq up to which these are all."""
+        """Read `looks` entries at most; return (the seqs of `live_from`, the seq up to which none is missing)."""
         return record_index.first_live(self.index, max(seq, self.earliest_seq), self.head_seq, most, looks)
 
     def live_of(self, seqs: Sequence[int]) -> list[int]:
@@ -250,7 +250,7 @@ class Topic:
         floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=max(self.earliest_seq, deletion.earliest_seq),
-            # An index that is an older copy may find more than there are.
+            # The index may be an older copy and find more records than are still live.
             records=max(0, self.records - deletion.records),
             live_bytes=max(0, self.live_bytes - deletion.size_bytes),
         )
@@ -274,13 +274,13 @@ class Topic:
     def evict_over_cap(self) -> bool:
         """Evict the oldest records until the topic is within its caps (`discard: "old"`). True if any were evicted."""
         moved = False
-        # Usually once; again where an unreadable index made it look as if more had gone than did.
+        # Usually once. Again if an unreadable index gave an estimate, and fewer records went than it said.
         while self.evict_below(self._over_cap(0, 0)[0], EvictReason.CAP):
             moved = True
         return moved
 
     def _over_cap(self, more_records: int, more_bytes: int) -> tuple[int, int]:
-        """Return (first seq that stays, live bytes below it) if there were so many more."""
+        """Return (first seq that the caps keep, live bytes below it) once the topic has this many more of each."""
         config = self.config
         if config.discard == "reject":
             return self.earliest_seq, 0
@@ -331,7 +331,7 @@ class Topic:
             self.floors(), earliest_seq=front.earliest_seq, records=records, live_bytes=size_bytes
         )
         if records != self.records:
-            # Records that were deleted behind the last of them are not lost.
+            # Records behind the last evicted one were deleted, not lost: evict_floor does not pass them.
             floors = floors.evicted(record_index.last_undeleted(self.index, self.earliest_seq, seq - 1) + 1, reason)
         return floors.evicted(front.lost_below_seq, front.lost_reason)
 
@@ -344,7 +344,9 @@ class Topic:
     # -- recovery
 
     def recount(self) -> None:
-        """Count by the index where the log cannot know (records in RAM were lost), and pass lost records in front."""
+        """Count records by the index, because the log cannot know (records in RAM were lost). Then move the floors over
+        lost records in front.
+        """
         self.records = self.live_bytes = 0
         if self.earliest_seq <= self.head_seq:
             self.records, self.live_bytes = self.index.live_size(self.earliest_seq, self.head_seq)
@@ -354,8 +356,8 @@ class Topic:
             self._apply(floors.evicted(front.lost_below_seq, front.lost_reason))
 
     def recount_marked(self) -> bool:
-        """Count again if segments have marks of deletions that the log lost with its end. Return whether they have, or
-        may have, since one of them cannot be read.
+        """Count again if segments mark records deleted whose DELETE frame was lost with the end of the log. Return True
+        if they do, or if a segment cannot be read and so may.
         """
         live = record_index.exact_live_size(self.index, self.earliest_seq, self.head_seq)
         if live is None or live[0] >= self.records:
@@ -373,7 +375,7 @@ class Topic:
             self.head_seq = head_seq
 
     def lost_below(self, seq: int, reason: EvictReason) -> None:
-        """Lose all records; every seq below `seq` was assigned."""
+        """Give up all records and go on at `seq`: every seq below it was assigned."""
         assert seq > self.head_seq
         self.index.drop_before(seq)
         self.index.skip_to(seq)
@@ -386,14 +388,14 @@ class Topic:
             self.queue.floor_moved(seq)
 
     def missing_below(self, seq: int) -> None:
-        """Lose everything below `seq`: no segment has it, and the log does not say why."""
+        """Count everything below `seq` as lost: no segment has it, and the log does not say why."""
         self._apply(msgspec.structs.replace(self.floors(), earliest_seq=seq).evicted(seq, EvictReason.MIXED))
 
     def skipped(self, last_seq: int, reason: EvictReason) -> None:
-        """Assign the seqs up to `last_seq` to lost records, also in a running shard (a router's source lost them)."""
+        """Assign the seqs up to `last_seq` to lost records. A running shard does so if a router's source lost them."""
         if last_seq <= self.head_seq:
             return
-        # The count would not tell: it may be wrong where an index is an older copy.
+        # `records` cannot say this: it may be wrong if the index is an older copy.
         has_none = self.earliest_seq > self.head_seq
         self._add(lost_entries(self.head_seq + 1, last_seq, self.last_write_ts, reason))
         if has_none:

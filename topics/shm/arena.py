@@ -1,4 +1,4 @@
-"""The index arena of one shard: its topics, and the location of each record that is not in a sealed segment yet.
+"""The index arena of one shard: its topics, and the location of each record that is in no segment yet.
 
 The shard alone writes it; frontends and the compactor map it.
 
@@ -7,9 +7,9 @@ The shard alone writes it; frontends and the compactor map it.
      36 KiB   slots             SLOTS_MAX × SLOT_BYTES, backed by memory as they are used
      HEAP     blocks            descriptors, location rings and tables of segments (`arena_heap.py`)
 
-A slot holds a publication count and two copies of the topic's state. The shard writes the copy that is not current and
-then stores count + 1. A reader takes copy `count & 1` and accepts it if the count is still the same afterwards. So
-readers never wait, and a shard that is killed during a write damages nothing.
+A slot holds a publication count and two copies of the topic's state. Copy `count & 1` is the current one. The shard
+writes the other copy and then stores count + 1. A reader reads the current copy and accepts it if the count is still
+the same afterwards. So readers never wait, and a shard that is killed during a write damages nothing.
 
     slot   | published u64 | 7 spare | copy 0: 26 words | copy 1: 26 words |
 
@@ -17,15 +17,16 @@ A location ring holds the records base_seq..head_seq; seq s lies at index s & (c
 
     entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/location.py`
 
-Records earliest_seq..base_seq - 1 are in segments. A table in the heap lists them, one row of 7 words for each, in the
-order of `core.segment_list.SegmentInfo`; it is never changed in place, a new one comes with a new version:
+Records earliest_seq..base_seq - 1 are in segments. A table in the heap lists the segments: a row of 7 words for each,
+in the order of the fields of `core.segment_list.SegmentInfo`. The shard never changes a table, but stores a new
+version:
 
     row    | first_seq | last_seq | first_ts | last_ts | data_bytes | version | flags |               u64 each
     view   … | segments_word | segments: count | table version << 32 |
 
-A ring or descriptor that outgrows its block moves to another one; once the slot is published, the old block is used
-again. So a reader checks entry.seq against the seq it wants, and the frame against topic, seq and length. A mismatch
-means "take a new view", never "wrong data".
+A ring or descriptor that outgrows its block moves to another one. Once the slot is published, the shard uses the old
+block again. So a reader checks entry.seq against the seq that it wants, and the frame against topic, seq and length. If
+they differ, it takes a new view; it never returns wrong data.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from topics.shm.shm_names import shm_name
 MAGIC: Final = 0x31414E4552414F54
 VERSION: Final = 5
 ARENA_BYTES: Final = 8 * 2**30
-"""Address space, not memory: only what is used is backed."""
+"""Address space, not memory: only used parts are backed by memory."""
 CHANGES: Final = 4096
 _CHANGES_WORD: Final = 512
 _SLOTS_WORD: Final = _CHANGES_WORD + CHANGES
@@ -148,7 +149,7 @@ class Locations(NamedTuple):
 
 
 class ArenaWriter:
-    """The shard's side of its arena: owns slots and blocks, and publishes topics."""
+    """The shard's side of its arena, and its only writer. It owns slots and blocks, and publishes topics."""
 
     def __init__(self, identity: str, shard: int, generation: int) -> None:
         self._shared = SharedObject.create(shm_name(identity, "arena", shard, generation), ARENA_BYTES, _SLOTS_WORD * 8)
@@ -227,8 +228,8 @@ def unlink_arena(identity: str, shard: int, generation: int) -> None:
 
 
 def announced_arena(identity: str, shard: int, generation: Callable[[], int]) -> ArenaReader:
-    """Map the arena whose generation is announced; a new one may be announced meanwhile. Raise RuntimeError if there is
-    none.
+    """Map the arena that the shard announces by its generation. If the shard announces a new one meanwhile, map that.
+    Raise RuntimeError if there is none.
     """
     for _ in range(_ATTACH_TRIES):
         announced = generation()
@@ -250,12 +251,12 @@ class ArenaReader:
         self.generation = generation
         self._seen_changes = 0
         self._unlearned: set[int] = set()
-        """Slots that changed up to `_listed_changes` and are not learned yet."""
+        """Slots with changes up to number `_listed_changes` that this reader has not looked at yet."""
         self._listed_changes = 0
         self._names: SortedDict[str, int] = SortedDict()
         self._name_of: dict[int, str] = {}
         self._configs: dict[int, tuple[int, int, TopicConfig]] = {}
-        """(topic id, descriptor version, configuration) by slot: slots are used again, topic ids never."""
+        """(topic id, descriptor version, configuration) by slot. The topic id tells whether the slot was used again."""
         self._tables: OrderedDict[int, tuple[int, tuple[SegmentInfo, ...]]] = OrderedDict()
 
     def find(self, name: str) -> int | None:
@@ -264,7 +265,7 @@ class ArenaReader:
         return slot
 
     def look_up(self, name: str) -> tuple[int, TopicView] | None:
-        """Return slot and state of a live topic; never the state of another topic that got the slot meanwhile."""
+        """Return slot and state of a live topic, None if there is none. It checks that no other topic got the slot."""
         while True:
             slot = self.find(name)
             if slot is None:
@@ -281,7 +282,7 @@ class ArenaReader:
         return self._names
 
     def view(self, slot: int) -> TopicView:
-        """Return a consistent state. Hardly ever repeats: a copy changes only when its slot is published twice."""
+        """Return a consistent state. It rarely has to repeat: a copy changes only when its slot is published twice."""
         words = self._words
         word = _SLOTS_WORD + slot * SLOT_WORDS
         while True:
@@ -307,7 +308,7 @@ class ArenaReader:
             return known[1]
         count = view.segments & 0xFFFF_FFFF
         words = self._words[view.segments_word : view.segments_word + count * _ROW_WORDS].tolist()
-        # The block is used again only after the slot was published with another table.
+        # The shard uses the block again only after it has published the slot with another table.
         now = self.view(slot)
         if (now.topic_id, now.segments) != (view.topic_id, view.segments):
             return None
@@ -365,17 +366,19 @@ class ArenaReader:
             published = self._words[word]
             view = self.view(slot)
             body = bytes(self._shared.bytes[view.descriptor_byte : view.descriptor_byte + view.descriptor_len])
-            # If the block was used again meanwhile, the slot has been published since.
+            # If the shard used the block again meanwhile, it has published the slot in between.
             if self._words[word] == published:
                 return _decode_descriptor(body), view
 
     @property
     def unlearned(self) -> int:
-        """The most changes of topics that the next look for a name learns of."""
+        """The most changed topics that the next search for a name has to read."""
         return len(self._unlearned) + self._words[_Header.CHANGE_COUNT] - self._listed_changes
 
     def learn(self, slots_max: int) -> bool:
-        """Learn of at most `slots_max` changed topics: ten thousand would hold up the process. True if none is left."""
+        """Read at most `slots_max` changed topics, because ten thousand would hold up the process. True if none is
+        left.
+        """
         self._list_changes()
         for _ in range(min(slots_max, len(self._unlearned))):
             self._learn_slot(self._unlearned.pop())

@@ -1,7 +1,7 @@
 """Blocks of memory in an index arena (`arena.py` has the layout), and the rings of locations in them.
 
-Blocks are powers of two from 64 bytes, backed by memory when they are needed. Only the shard knows which blocks are
-free. A freed block is used again for the next one of its size.
+Block sizes are powers of two from 64 bytes. A block gets memory when it is first needed. Only the shard knows which
+blocks are free, and it uses a freed block again for the next one of the same size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from topics.shm.memory import SharedObject
 
 _BLOCK_MIN_BYTES: Final = 64
 _GIVE_BACK_BYTES: Final = 64 * 1024
-"""Free blocks of this size or more hold no memory."""
+"""Free blocks of this size or more give their memory back."""
 RING_MIN_ENTRIES: Final = 16
 LARGE_ENTRIES: Final = 4096
-"""Rings of this size (128 KiB) or more are also shrunk where no checkpoint does it."""
+"""Rings of this many entries (128 KiB) or more are shrunk even without a checkpoint."""
 
 
 class ArenaFullError(Exception):
@@ -89,7 +89,7 @@ def _block_size(size_bytes: int) -> int:
 
 
 def _whole_pages(offset: int, size: int) -> tuple[int, int]:
-    """Return start and end of the pages that lie in a block as a whole."""
+    """Return start and end of the pages that lie completely in a block."""
     page = mmap.PAGESIZE
     return -(-offset // page) * page, (offset + size) // page * page
 

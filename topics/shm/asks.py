@@ -14,7 +14,7 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Asks(Generic[ReplyT]):
-    """Mixin of a request that its shard answers with a `ReplyT`; `Asks[None]`: nobody waits for an answer."""
+    """Mixin of a request that its shard answers with a `ReplyT`. `Asks[None]` means that nobody waits for an answer."""
 
     __slots__ = ()
     reply_type: ClassVar[Any] = type(None)

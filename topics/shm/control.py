@@ -1,12 +1,12 @@
-"""The control page: figures of every process of a service, which anyone can read without asking a process.
+"""The control page: figures of every process of a service. Anyone can read them without asking a process.
 
     +----------+----------+----------+-- … --+----------+
     | header   | cell     | cell     |       | cell     |      CELL_WORDS u64 words each
     +----------+----------+----------+-- … --+----------+
       supervisor frontend 0..M-1, walshard 0..N-1, compactor, archiver (if there is one)
 
-The supervisor writes a cell's first SUPERVISOR_WORDS words, the process itself the rest. So each word has one writer,
-and `status` works while a child is dead or recovering.
+The supervisor writes the first SUPERVISOR_WORDS words of a cell, and the process itself writes the rest. So each word
+has one writer, and `status` works while a child is dead or recovering.
 """
 
 from __future__ import annotations
@@ -105,28 +105,28 @@ _WORDS: Final = {
         borrowed_bytes
         {_series("shipped_{:02d}*", range(SHARDS_MAX))} {_series("readable_{:02d}*", range(SHARDS_MAX))}""",
 }
-"""The words of each child. A new life of the process keeps those with a `*`: counters never go down while the service
-runs, readers use the former arena `generation` until there is another, and what a shard holds (topics, records,
-sessions …) counts against the quotas of the service also while the shard is down.
+"""The words of each child. A new life of the process keeps the words with a `*`. So counters never go down while the
+service runs, readers use the former arena `generation` until there is a new one, and the topics, records, sessions … of
+a shard count against the quotas of the service even while the shard is down.
 
-A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good, 0 before it has
-recovered for the first time. It is one word, so that nobody sees the file of one position and the offset of another.
-Its `lost_tails`: topics that have lost their last records, which the log does not say yet. Both are kept over lives:
-the supervisor reads them when the whole service was killed, perhaps while the shard recovered. Its `wal_bytes_found`:
-bytes of its log behind the newest snapshot when the service was started.
+Shard: `committed` is file_no << 32 | offset behind the last frame that is in the log for good, 0 before the first
+recovery. It is one word, so that nobody combines the file of one position with the offset of another. `lost_tails`
+counts topics that have lost their last records while the log does not say so yet. Both words are kept over lives: the
+supervisor reads them after the whole service was killed, perhaps while the shard recovered. `wal_bytes_found` are the
+bytes of its log behind the newest snapshot when the service started.
 
-The compactor's `absorbed_bytes_NN`: the `log_bytes()` of a shard when its last snapshot was begun. The bytes written
-since are the lag, which also grows while the compactor is dead. `absorbed_ms`: the begin of that snapshot.
+Compactor: `absorbed_bytes_NN` is the `log_bytes()` of a shard at the begin of its last snapshot, and `absorbed_ms` the
+time of that. The bytes written since are the lag, which also grows while the compactor is dead.
 
-The archiver's `shipped_NN`: the `committed` of a shard as it was at the last moment in the archive, 0 before the first
-one in the life of the service. `moment_ms` is the time of that moment. `holes`: times that logs were removed before
-they were shipped. In a service that follows another one, `readable_NN` is how far a shard may read its log, which the
-archive may not have yet. `moment_ms` is a time at which the leader was as the logs say, and `bases` counts the
-snapshots that the shards have to load; a shard says in `bases_loaded` how many there were when it loaded one.
+Archiver: `shipped_NN` is the `committed` of a shard at the last moment in the archive, 0 before the first moment in the
+life of the service. `moment_ms` is the time of that moment. `holes` counts how often logs were removed before they were
+shipped. In a follower, `readable_NN` is the `committed` up to which a shard may read its log; the archive may not have
+all of it yet. There `moment_ms` is a time at which the leader had the state that the logs have. `bases` counts the
+snapshots that the shards have to load; a shard notes the current count in `bases_loaded` when it loads one.
 
-`clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/clock.py`), plus CLOCK_BIAS because words
-are unsigned (a clock that was never set is behind the uptime); 0 before it looked. In the header: as the previous
-service trusted it, 0 to trust the clock.
+`clock_offset_ms` is the wall time minus the monotonic time that the process trusts (`core/clock.py`), 0 before it
+looked. CLOCK_BIAS is added, because words are unsigned and a clock that was never set is behind the uptime. In the
+header it is the offset that the previous service trusted, 0 to trust the clock.
 """
 CLOCK_BIAS: Final = 1 << 63
 CHILD_FIELDS: Final = {role: _fields(words) for role, words in _WORDS.items()}
@@ -182,7 +182,7 @@ class Cell:
 
 
 class ProcessCell(Cell):
-    """The words of one process; `supervisor` has those that the supervisor writes about it."""
+    """The words of one process; `supervisor` has the words that the supervisor writes about it."""
 
     def __init__(self, words: memoryview, role: Role) -> None:
         super().__init__(words[SUPERVISOR_WORDS:], CHILD_FIELDS[role])
@@ -277,7 +277,7 @@ class ControlPage:
         return self._cells[role, index]
 
     def trusted_offset_ms(self, role: Role, index: int) -> int | None:
-        """Return the offset with which a new life of the process compares its clock; None: with nothing."""
+        """Return the offset with which a new life of the process compares its clock; None if there is none."""
         offset_ms = self.cell(role, index).clock_offset_ms
         return self.header.clock_offset_ms if offset_ms is None else offset_ms
 
@@ -291,11 +291,11 @@ class ControlPage:
         return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)
 
     def settled_ends(self) -> list[int] | None:
-        """Return the `committed` of all shards as they all were at one time; None if that cannot be told now.
+        """Return the values that `committed` had in all shards at one time; None if nobody can tell now.
 
-        A shard notes an end before anybody sees what it wrote, so if two readings in a row are the same, nothing in one
-        log is the effect of anything that another lacks. A shard that has lost its tail, and not logged it yet, would
-        be copied as if it had lost nothing.
+        A shard notes its end before anybody sees what it wrote. So if two readings in a row are the same, no log has an
+        effect whose cause another log lacks. Return None also while a shard has lost its tail and not logged that yet:
+        a copy of its log would look as if nothing were lost.
         """
         cells = [self.cell(Role.WALSHARD, shard) for shard in range(self.shards)]
         words = [cell.get("committed") for cell in cells]
@@ -309,16 +309,16 @@ class ControlPage:
         return None
 
     def shipped(self, shard: int) -> int:
-        """Return the `committed` of a shard up to which its log is in the archive; 0: not known."""
+        """Return the `committed` up to which the archive has the log of a shard; 0 if that is not known."""
         return self.cell(Role.ARCHIVER, 0).get(f"shipped_{shard:02d}")
 
     def readable(self, shard: int) -> int:
-        """Return the `committed` up to which a shard of a follower may read its log; 0: not known yet."""
+        """Return the `committed` up to which a shard of a follower may read its log; 0 if that is not known yet."""
         return self.cell(Role.ARCHIVER, 0).get(f"readable_{shard:02d}")
 
     @property
     def is_taken_over(self) -> bool:
-        """True if another service took over from this one, by the archive."""
+        """True if another service took over from this one: it has closed this service's generation in the archive."""
         return self.has_archiver and self.cell(Role.ARCHIVER, 0).get("taken_over") > 0
 
     @property
@@ -327,7 +327,7 @@ class ControlPage:
         return self.header.get("follows") > 0
 
     def name_of(self, role: Role) -> str:
-        """Return what people call a process: a follower takes an archive in the place of an archiver."""
+        """Return the name of a process for people. The archiver of a service that follows another is its "follower"."""
         return "follower" if role is Role.ARCHIVER and self.follows else role.name.lower()
 
     @property
@@ -340,7 +340,7 @@ class ControlPage:
         return self.cell(Role.WALSHARD, shard).get("bases_loaded") < self.bases
 
     def follow_lag_ms(self, now_ms: int) -> int:
-        """Return how old the state of a service that follows may be, beside the leader's archive interval."""
+        """Return how old a follower's state may be, in addition to the leader's archive interval."""
         return max(0, now_ms - (self.cell(Role.ARCHIVER, 0).get("moment_ms") or self.header.get("started_ms")))
 
     def archive_lag_ms(self, now_ms: int) -> int:

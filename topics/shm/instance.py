@@ -16,7 +16,8 @@ from topics.shm.ring import HEADER_BYTES, Ring, Wake
 from topics.shm.router_memory import BOARD_BYTES, BOARD_RESERVE_BYTES, TABLE_BYTES, TABLE_RESERVE_BYTES
 
 JOURNAL_BYTES_PER_FRONTEND = 512 * 1024
-"""A group has at most 1024 requests of some 100 bytes here, and each frontend may leave one unanswered."""
+"""A group has at most 1024 requests, and each takes about 100 bytes here. Each frontend may leave a group unanswered.
+"""
 COMPACTOR_RING_BYTES = 256 * 1024
 """The compactor sends few messages, and long ones by reference."""
 ARENA_RESERVE_BYTES = 1024 * 1024
@@ -61,7 +62,7 @@ def _page(size_bytes: int) -> int:
 
 
 class SharedMemory:
-    """All shared objects of the service: control page, durations, counts of keys, rings[peer][shard],
+    """Owns all shared objects of the service: control page, durations, counts of keys, rings[peer][shard],
     links[from shard][to shard], journals[shard], the table of routers, a router board for each shard, and an eventfd
     for each process. The peers of a shard are the frontends and, at `compactor_row`, the compactor.
     """

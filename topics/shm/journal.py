@@ -1,8 +1,8 @@
-"""The journal of a shard: the group that it is about to commit, for its next incarnation.
+"""The journal of a shard keeps the group that the shard is about to commit, for its next incarnation.
 
 A shard that is killed between write and answer must not append the same request again. So before it writes a group, it
-stores here where each request's bytes will end in the log, and the answer. After a crash a request whose bytes are all
-in the log gets that answer, any other runs as new (`walshard/setup.py`).
+stores in the journal the answer of each request, and where the request's bytes will end in the log. After a crash it
+looks at the log: a request whose bytes are all there gets that answer, any other runs as new (`walshard/setup.py`).
 
      0          8          16         64
     +----------+----------+----------+----------------------+----------------------+
@@ -22,7 +22,7 @@ _HEADER_BYTES = 64
 
 
 class JournalEntry(msgspec.Struct, array_like=True, frozen=True):
-    """One request of a group: the ring position behind it, the end of its frames, its answer as a ring message."""
+    """One request of a group: the ring position behind it, the end of its frames in the log, its encoded answer."""
 
     frontend: int
     ring_position: int

@@ -36,7 +36,7 @@ class SharedObject:
         try:
             shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=size_bytes, mode=0o600)
         except ValueError as error:
-            # It is how posix_ipc words EFBIG.
+            # posix_ipc reports EFBIG as a ValueError.
             why = f"shared memory of {size_bytes} bytes is above the file-size limit (ulimit -f, LimitFSIZE=)"
             raise OSError(errno.EFBIG, why) from error
         try:
@@ -95,9 +95,9 @@ FENCE_IS_FULL: Final = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def fence() -> None:
-    """Issue a full memory barrier where `FENCE_IS_FULL`: taking a lock is the only locked instruction Python offers.
+    """Issue a full memory barrier if `FENCE_IS_FULL`. It takes a lock, the only locked instruction that Python offers.
 
-    Needed where a process stores one word and then loads another one that its peer stores (the sleep flag).
+    Call it between a store of one word and a load of another word that the peer stores (the sleep flag).
     """
     _fence.acquire()
     _fence.release()

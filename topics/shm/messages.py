@@ -12,8 +12,8 @@ A reply begins with
 
     | kind u8 | flags u8 | reserved u16 | count u32 | request_id u64 |                        16 bytes
 
-`request_id` is unique over the incarnations of a frontend (incarnation << 40 | counter), so an answer to a dead
-incarnation, or a second answer after a shard's restart, is recognised and dropped.
+`request_id` is unique over all incarnations of a frontend (incarnation << 40 | counter). By it a frontend recognises
+and drops an answer to a former incarnation, or a second answer after a shard's restart.
 """
 
 from __future__ import annotations

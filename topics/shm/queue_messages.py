@@ -1,7 +1,7 @@
 """Requests to a shard about queues (api §9) and named cursors (api §10), and the answers; `messages.py` encodes them.
 
-A frontend numbers its `/work` streams, and the claims that wait for their window, and never uses a number twice. Both
-get jobs in a `Dealt` that the shard sends by itself.
+A frontend numbers its `/work` streams and the claims that wait for their window; it never uses a number twice. The
+shard sends jobs for such a stream or claim in a `Dealt` by itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from topics.shm.asks import Asks, Deleted, Done, Message
 class Dealt(Message, frozen=True):
     """Leased jobs: ascending seqs, their leases numbered from `first_lease_no` on.
 
-    `dead` jobs have had all their deliveries (`dead_deliveries`): the frontend moves them, with their `dead_order_keys`
-    ("" for none), to the topic `dead_letter` and then has the shard `Bury` them. All are of the queue `topic_id`.
+    `dead` jobs have had all their deliveries (`dead_deliveries`). The frontend moves them, with their `dead_order_keys`
+    ("" for none), to the topic `dead_letter`, and then sends `Bury`. All jobs belong to the queue `topic_id`.
     """
 
     stream: int
@@ -34,7 +34,7 @@ class Dealt(Message, frozen=True):
     ended: bool = False
     """True if the queue was deleted, and its streams with it."""
     refused: bool = False
-    """True if leases cannot be logged, so nobody gets jobs. A claim must not answer that there are none."""
+    """True if the shard cannot log leases, so nobody gets jobs. A claim must not answer that there are no jobs."""
     topic_id: int = 0
 
 
@@ -139,7 +139,7 @@ class WorkClose(Message, Asks[Done], frozen=True):
 
 
 class Bury(Message, Asks[RemoveReply], frozen=True):
-    """Remove these dead jobs: they are in the dead-letter topic now. Of the queue of this id alone, if not 0."""
+    """Remove these dead jobs: they are in the dead-letter topic now. A `topic_id` other than 0 must be the queue's."""
 
     name: str
     seqs: list[int]
@@ -167,7 +167,7 @@ class Peek(Message, Asks[Peeked], frozen=True):
 
 
 class Reserve(Message, Asks[Reserved], frozen=True):
-    """Reserve free ones of these records, which a queue then does not deal. `topic_id` is as in `Bury`."""
+    """Reserve the free ones among these records: the queue does not deal them then. `topic_id` is as in `Bury`."""
 
     name: str
     seqs: list[int]
@@ -200,7 +200,7 @@ class CursorList(Message, frozen=True):
 
 
 class CursorMoved(Message, frozen=True):
-    """`moved`: the records are the reader's; `under_way`: CursorPassedOn has to follow. The rest is for another try."""
+    """`moved`: the records are the reader's; else try again with the rest. `under_way`: CursorPassedOn must follow."""
 
     moved: bool
     seq: int
@@ -226,7 +226,7 @@ class CursorDelete(Message, Asks[Deleted], frozen=True):
 
 
 class CursorGet(Message, Asks[CursorList], frozen=True):
-    """Return the cursor, or (nil) the first `most` after the name `after`; as they are behind `passed_seq`."""
+    """Return the cursor, or (nil) the first `most` after the name `after`, for a reader that has read `passed_seq`."""
 
     name: str
     cursor: str | None
@@ -247,8 +247,8 @@ class CursorAdvance(Message, Asks[CursorMoved], frozen=True):
 
 
 class CursorPassedOn(Message, Asks[Done], frozen=True):
-    """Say whether the answer of a read was passed to its connection. Follows a CursorAdvance whose answer asks for it,
-    or never came: the shard may have moved the cursor all the same, or do so soon.
+    """Say whether the answer of a read was passed to its connection. The frontend sends it after a CursorAdvance whose
+    answer asks for it, or never came: then the shard may have moved the cursor, or may do so soon.
     """
 
     name: str

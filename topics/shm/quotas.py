@@ -1,10 +1,10 @@
 """Limits over several processes that do not ask each other (api §11): quotas of the service, and counts of API keys.
 
-A limit bounds the sum of one word over several processes, each of which writes only its own. A process that claims more
-*first* adds it to its own word, *then* sums up all words, and takes it back when the sum is too high.
+A limit bounds the sum of one word over several processes; each process writes only its own word. A process that claims
+an amount *first* adds it to its own word, *then* sums up all words, and takes the amount back if the sum is too high.
 
-At least one of two simultaneous claims sees the other, because a full barrier lies between the store and the loads. So
-the sum of all grants never exceeds the limit. Both claims may be refused where there is room for one.
+A full barrier lies between the store and the loads, so at least one of two simultaneous claims sees the other, and the
+sum of all grants never exceeds the limit. If there is room for only one of the two, both may be refused.
 
 `Quota` counts in a field of the processes' cells. `KeyCounts` counts event streams, and requests that are being served,
 by API key:
@@ -14,8 +14,8 @@ by API key:
     block    | version u64 × 1, 3 unused | slot 0 | slot 1 | …          SLOTS of them
     slot     | first 16 bytes of the key's digest u64 × 2 | streams u64 | requests u64 |
 
-A frontend gives a key any slot of its block that counts nothing. `version` grows with each key that gets one: then the
-others search the block again.
+A frontend gives a key any slot of its block that counts nothing, and lets `version` grow. When `version` has grown, the
+other frontends search the block again.
 """
 
 from __future__ import annotations

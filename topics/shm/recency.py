@@ -48,7 +48,7 @@ class RecencyWriter:
             return
         word = _ENTRIES_WORD + entry * _ENTRY_WORDS
         if words[word] != topic_id:
-            # In this order no reader takes the former topic's time for that of the new one.
+            # In this order no reader takes the time of the former topic for the time of the new one.
             words[word + 1] = 0
             words[word] = topic_id
         words[word + 1] = now_ms

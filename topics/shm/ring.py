@@ -10,17 +10,17 @@
 
     | len_bytes u64 | payload | padding to 8 |
 
-and never wraps: when it does not fit before the end, a skip marker (len = SKIP) fills the rest. The producer stores the
+and never wraps: if it does not fit before the end, a skip marker (len = SKIP) fills the rest. The producer stores the
 payload first and `written` last, so a producer that is killed in between has published nothing. The consumer moves
 `consumed` only when it is done with a message, so a consumer that is killed finds the message again in its next life.
 
-A consumer that is awake is woken without a syscall. `Wake` is an eventfd and one word in shared memory, "the owner is
-asleep", which the owner alone writes. The owner sets the word, fences, checks its rings once more and only then sleeps.
-A peer fills a ring, fences, and signals only if the word is set. Without a full fence (`memory.py`: `FENCE_IS_FULL`) a
-wake-up may be lost; then the owner bounds its sleep after recent traffic.
+`Wake` wakes a sleeping consumer, and costs no syscall while the consumer is awake. It is an eventfd and one word in
+shared memory, "the owner is asleep", which only the owner writes. The owner sets the word, fences, checks its rings
+once more and only then sleeps. A peer fills a ring, fences, and signals only if the word is set. Without a full fence
+(`memory.py`: `FENCE_IS_FULL`) a wake-up may be lost, so the owner sleeps only shortly after recent traffic.
 
-An owner that sleeps in an event loop is signalled always, but while it looks at its rings without sleeping: then the
-word says LOOKING.
+If the owner sleeps in an event loop, peers always signal, except while the word says LOOKING: then the owner looks at
+its rings without sleeping.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRITTEN = 0
 _CONSUMED = 8
 _SKIP = 2**64 - 1
 _LOOKING = 2
-"""Word of an owner that looks at its rings, and sleeps in an event loop otherwise."""
+"""Value of the word while an owner with an event loop looks at its rings and does not sleep."""
 
 
 class Ring:
@@ -79,7 +79,7 @@ class Ring:
     # -- consumer
 
     def peek(self, position: int | None = None) -> Iterator[tuple[memoryview, int]]:
-        """Yield messages that are not consumed (or behind `position`) and their ends. A consumed one is void."""
+        """Yield (message, end) of what is not consumed, or behind `position`. `consume` makes a message invalid."""
         words = self._words
         at = words[_CONSUMED] if position is None else position
         end = words[_WRITTEN]
@@ -142,13 +142,15 @@ class Wake:
             return
 
     def signal_unless_looking(self) -> None:
-        """Signal an owner that sleeps in an event loop, unless it looks at its rings. A peer calls it as `signal`."""
+        """Signal an owner that sleeps in an event loop, unless it looks at its rings. A peer calls it after filling
+        one.
+        """
         fence()
         if self._words[self._index] != _LOOKING:
             self.signal_always()
 
     def begin_look(self) -> None:
-        """Have peers not signal while the owner looks at its rings."""
+        """Stop the signals of peers while the owner looks at its rings."""
         self._words[self._index] = _LOOKING
 
     def end_look(self) -> None:
@@ -174,11 +176,11 @@ class Wake:
         """Drop the signals received so far."""
         try:
             os.eventfd_read(self.fd)
-        except BlockingIOError:  # none
+        except BlockingIOError:  # there was no signal
             return
 
     def close(self) -> None:
-        """Close the eventfd, as the end of the object does."""
+        """Close the eventfd; the end of the object does so too."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

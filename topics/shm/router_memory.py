@@ -1,4 +1,4 @@
-"""Routers in shared memory: the table of all, and the progress of each.
+"""Routers in shared memory: a table of all routers, and the progress of each router.
 
 Shard 0 writes the table (`RouterTableWriter`), every process reads it:
 
@@ -9,9 +9,9 @@ Shard 0 writes the table (`RouterTableWriter`), every process reads it:
 
     region   | len u32 | msgpack Change | len u32 | msgpack Change | …
 
-Region `epoch & 1` is the current one. An entry counts once the region's length includes it; a reader goes on where it
-stopped. When a region is full, and in a new life of shard 0, the whole table goes to the other region and then epoch
-grows by 1. A reader that finds another epoch after reading than before begins again.
+Region `epoch & 1` is the current one. An entry counts once the region's length includes it, and a reader goes on where
+it stopped. If a region is full, or in a new life, shard 0 writes the whole table to the other region and then lets
+`epoch` grow by 1. A reader that finds another epoch after reading than before begins again.
 
 Each shard writes a board (`RouterBoardWriter`) with the progress of the routers into its topics:
 
@@ -19,9 +19,9 @@ Each shard writes a board (`RouterBoardWriter`) with the progress of the routers
 
     slot   | router id | version | source topic id | source_seq | forwarded_total | 3 spare |     8 words
 
-`taken` counts how often a slot was given to a router: who does not find one need not look again before that has grown.
-A slot's words change one by one, and only grow while its router is the same. `source_seq` grows after the copies are
-readable: once it is at the head of the source, the dest has everything.
+`taken` counts how often a slot was given to a router: a reader that did not find a router looks again only when `taken`
+has grown. A slot's words change one by one, and only grow while its router is the same. `source_seq` grows after the
+copies are readable: once it is at the head of the source, the dest has everything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from topics.core.routers import Router, RouterRegistry
 from topics.shm.memory import SharedObject
 
 REGION_BYTES: Final = 64 * 1024 * 1024
-"""Address space, not memory: only what is used is backed."""
+"""Address space, not memory: only used parts are backed by memory."""
 _HEADER_BYTES: Final = 4096
 GROW_BYTES: Final = 64 * 1024
 TABLE_BYTES: Final = _HEADER_BYTES + 2 * REGION_BYTES
@@ -286,7 +286,7 @@ class RouterBoard:
 
     def _search(self, taken: int) -> None:
         used = self._words[0]
-        # As long as no slot was given to a second router, who is new is behind the others.
+        # As long as no slot was given to a second router, new routers are in the slots behind the others.
         if taken - self._searched == used - self._used:
             self._slots |= self.slots(self._used)
         else:

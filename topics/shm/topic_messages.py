@@ -23,7 +23,7 @@ SESSION_TTL_MS: Final = 300_000
 
 
 class PutTopicReply(Message, frozen=True):
-    """The topic now. `rest`: the next request, until all is done; a change of class may take several turns."""
+    """The topic now. Send a `rest` as the next request, until there is none: a change of class takes several turns."""
 
     created: bool
     config: TopicConfig
@@ -93,8 +93,8 @@ class SyncRoutersReply(Message, frozen=True):
 
 
 class CaughtUp(Message, frozen=True):
-    """`pending`: copies are left that cannot be made now. `done`: asking again does not help. Without `done` ask again,
-    at once or (`pending`: the source cannot be read at this moment) in a while.
+    """`done`: asking again does not help. Without `done` ask again: at once, or in a while if copies are `pending`
+    because the source cannot be read at the moment.
     """
 
     done: bool
@@ -196,7 +196,7 @@ class SessionAbandon(Message, Asks[None], frozen=True):
 
 
 class TxnReply(Message, frozen=True):
-    """A sink after the call: `batch` is its latest one, `pending` those of its stages that are not published yet."""
+    """A sink after the call. `batch` is its latest batch, `pending` the stages of it that are not published yet."""
 
     outcome: Literal["begun", "pending", "committed", "none"]
     batch: int
@@ -234,7 +234,7 @@ class TxnEnd(Message, Asks[Done], frozen=True):
 
 
 class StagesOver(Message, Asks[None], frozen=True):
-    """The batch is over: the topic may forget its stage keys, which have it publish each once."""
+    """The batch is over: the topic may forget the stage keys that made it publish each stage only once."""
 
     name: str
     sink: str
@@ -262,7 +262,7 @@ SinkCall = TxnBegin | TxnEnd | TxnGet | TxnForget | TxnPending
 
 
 class CheckpointReply(Message, frozen=True):
-    """Topic ids: `deleted` do not exist any more, `refused` could not be marked. All others of the request are."""
+    """Topic ids: `deleted` topics do not exist any more, `refused` could not be marked. All other topics are marked."""
 
     deleted: list[int]
     refused: list[int]
@@ -286,13 +286,13 @@ class Checkpoint(Message, Asks[CheckpointReply], frozen=True):
 
 
 class Trim(Message, Asks[Done], frozen=True):
-    """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not have."""
+    """From the compactor: both kept snapshots have everything that is in log files below `file_no`."""
 
     file_no: int
 
 
 class MarkAgain(Message, Asks[Done], frozen=True):
-    """From the compactor: mark these runs of deleted records in their segments again, for a sync may have failed."""
+    """From the compactor: mark these runs of deleted records in their segments again, as a sync may have failed."""
 
     topic_id: int
     runs: list[tuple[int, int]]

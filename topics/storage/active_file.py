@@ -16,10 +16,10 @@ _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 
 
 class ActiveFile:
-    """The log file that is being written, with its descriptors. Methods raise OSError; the writer handles failures.
+    """The log file that is being written. It owns the descriptors. Methods raise OSError; the writer handles failures.
 
-    `end` is the end of the last committed group. Up to `synced` the file is known to be on the disk; `marked` is the
-    `synced` in its last SYNC_MARK, which ends at `mark_end`. marked <= synced <= end, and none of them decreases.
+    `end` is the end of the last committed group. The file is known to be on the disk up to `synced`. The last SYNC_MARK
+    vouches for everything up to `marked` and ends at `mark_end`. marked <= synced <= end, and none of them decreases.
     """
 
     def __init__(self, fs: FileSystem, directory: str, file_no: int, end: int, marked: int) -> None:
@@ -32,13 +32,13 @@ class ActiveFile:
         self._fd = fs.open(self.path, os.O_RDWR)
         try:
             self.size_bytes = fs.size_bytes(self._fd)
-            # The kernel reports a failed write-back once to each open file: if the background sync shared this one, it
-            # could take the report that a commit's sync needs.
+            # The kernel reports a failed write-back once to each open file description. If the background sync shared
+            # the writer's, it could consume the report that the sync of a commit needs.
             self._background_fd = fs.open(self.path, os.O_RDWR)
         except OSError:
             fs.close(self._fd)
             raise
-        self._closing = threading.Lock()  # no descriptor is closed while the background sync uses it
+        self._closing = threading.Lock()  # `close` waits with it until the background sync has used its descriptor
         self._closed = False
 
     def write(self, pieces: Sequence[Bytes], offset: int) -> None:

@@ -5,10 +5,10 @@ in other languages.
     g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
     g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
     g<8 digits>.files/<name>           a file of a segment, byte for byte
-    g<8 digits>.removals/<12 digits>   names of objects that are about to go, while they do
-    loans/<8 digits>-<12 digits>-<id>  a restored service reads files of this base, which nobody may remove
-    loans/<8 digits>-…-<id>.over       that loan counts for nothing, whenever its put arrives
-    drafts/<16 hex>.tmp                an object that is being made, in the folder of an archive that is one
+    g<8 digits>.removals/<12 digits>   names of objects that a pruning is removing
+    loans/<8 digits>-<12 digits>-<id>  a restored service still reads files of this base, so nobody may remove them
+    loans/<8 digits>-…-<id>.over       this loan has ended, even if its own object arrives later
+    drafts/<16 hex>.tmp                an object that is being made (only if the archive is a folder)
 
 Every object is created once and never written over. So two services that ship into one generation cannot both succeed:
 the second one finds the number of its piece taken.
@@ -84,8 +84,8 @@ class FileRef(msgspec.Struct, frozen=True):
 
 
 class LogEnd(msgspec.Struct, frozen=True):
-    """The place up to which a log was shipped. `last_bytes` are those just before `position`: the checksum of a frame,
-    by which a log is known again.
+    """The place up to which a log was shipped. `last_bytes` are the bytes just before `position`. They are the checksum
+    of a frame, so they tell whether another log has the same history up to there.
     """
 
     shard: int
@@ -104,7 +104,7 @@ class LogPart(msgspec.Struct, frozen=True):
 
 
 class TxnFile(msgspec.Struct, frozen=True):
-    """A stage or a sink as it was: its bytes are in the payload of piece `piece`, from `offset` on."""
+    """The file of a stage or a sink at one moment: its bytes are in the payload of piece `piece`, from `offset` on."""
 
     path: str
     piece: int
@@ -130,9 +130,9 @@ class Generation(msgspec.Struct, frozen=True):
     log_ids: list[int]
     nonce: str
     epoch_mask: int = 0
-    """Makes epochs of topic ids (`storage/service_id.py`)."""
+    """Mask that turns topic ids into epochs (`storage/service_id.py`)."""
     former_ids: list[str] = []
-    """The services that were taken over from, whose generations may be pruned."""
+    """Ids of the services that this one took over from: it may prune their generations."""
 
     @property
     def shards(self) -> int:
@@ -140,11 +140,12 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The next bytes of the logs. One that `is_moment` ends a moment: a state of all logs and transactions that the
-    service had at `taken_ms`, to which it can be restored. Others are parts of one, or lie between bytes that were
-    removed before they were shipped and the next base, or are a moment only by the base of their number. `ends` are
-    those of all logs behind this piece, by shard, and never go back in a generation. Without `has_end` the logs may
-    lack what was written last.
+    """The next bytes of the logs. `ends` are the ends of all logs behind this piece, by shard; in a generation they
+    never go back. Without `has_end` the logs may lack the last writes.
+
+    A piece that `is_moment` completes a moment: a state of all logs and transactions that the service had at
+    `taken_ms` and that a restore can make again. Other pieces are parts of a later moment, or follow bytes that the
+    service removed before they were shipped, or are a moment only together with the base of the same number.
     """
 
     number: int
@@ -156,17 +157,17 @@ class Piece(msgspec.Struct, frozen=True):
     has_end: bool = True
     txn: list[TxnFile] = []
     taken_over_by: str = ""
-    """The machine that took over from the service, in the last piece of a generation."""
+    """The machine that took over from the service; only the last piece of a generation has it."""
     taken_over_id: str = ""
-    """The id of the service that goes on in this archive from there, if one does."""
+    """The id of the service that goes on in this archive from this piece, if one does."""
     leader_url: str = ""
-    """The address of the service, if it tells that; then it ships a moment now and then also when nothing changes."""
+    """The address of the service, if it tells one. Such a service also ships moments while nothing changes."""
 
 
 class Base(msgspec.Struct, frozen=True):
-    """A snapshot (the payload is its body) and the segments that it lists. With the pieces from `first_piece` on it
-    gives every moment from piece `number` on: its indexes have deletions of that moment. `logs` say, by shard, where
-    the snapshot ends. `files` have an index before its data.
+    """A snapshot (the payload is its body) and the segments that it lists. Together with the pieces from `first_piece`
+    on it restores every moment from piece `number` on, but no earlier one: its indexes have the deletions up to piece
+    `number`. `logs` say, by shard, where the snapshot ends. In `files` an index comes before its data.
     """
 
     number: int
@@ -178,8 +179,8 @@ class Base(msgspec.Struct, frozen=True):
 
 
 class Removal(msgspec.Struct, frozen=True):
-    """The names of objects that nobody needs any more. A pruning removes them, then this object. If it is killed, the
-    next one does so.
+    """The names of objects that nobody needs any more. A pruning removes these objects, then this one. If it is killed,
+    the next pruning goes on.
     """
 
     number: int
@@ -244,7 +245,7 @@ def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, me
 
 
 class PieceDraft:
-    """The bytes of logs that a piece is to have. `ends` are those of all logs behind them, by shard."""
+    """The bytes of logs that a piece will have. `ends` are the ends of all logs behind these bytes, by shard."""
 
     def __init__(self, starts: Sequence[LogEnd]) -> None:
         self.ends = list(starts)
@@ -272,8 +273,8 @@ def read_whole(store: ArchiveStore, name: str) -> bytes:
 
 
 def joined(end: WalPosition, part: LogPart) -> WalPosition | None:
-    """Return the end of a log that ended at `end`, with this part, whose beginning it may have already; None if bytes
-    are missing between the two.
+    """Return the new end of a log that ended at `end` and gets this part; the log may have the part's beginning. Return
+    None if bytes are missing between the two.
     """
     start, behind = WalPosition(part.file_no, part.offset), WalPosition(part.file_no, part.offset + part.size_bytes)
     if behind <= end:
@@ -284,7 +285,7 @@ def joined(end: WalPosition, part: LogPart) -> WalPosition | None:
 
 
 def new_bytes(end: WalPosition, part: LogPart, content: memoryview) -> memoryview:
-    """Return the bytes of a part that a log which ends at `end` lacks. None are missing between the two."""
+    """Return the bytes of a part that a log lacks which ends at `end`. No bytes may be missing between the two."""
     if part.file_no != end.file_no:
         return content if part.file_no > end.file_no else content[:0]
     return content[end.offset - part.offset :]
@@ -326,7 +327,7 @@ class Archive:
         return self.store.exists(base_name(generation, number))
 
     def removals(self, generation: int) -> list[Removal]:
-        """Return the removals that are under way, or were when somebody was killed."""
+        """Return the removals that are under way, also those of a pruning that was killed."""
         names = self.store.list(removal_name(generation, 0)[:-12])
         return [self._header(name, Removal)[0] for name in names]
 
@@ -337,7 +338,7 @@ class Archive:
         return self._header(piece_name(generation, number), Piece)
 
     def last_piece(self, generation: int, known: int) -> int:
-        """Return the number of the last piece, when there is one of number `known` (0: there may be none)."""
+        """Return the number of the last piece. The caller knows that piece `known` exists (0: perhaps none does)."""
         step = 1
         while self.has_piece(generation, known + step):
             step *= 2
@@ -354,7 +355,7 @@ class Archive:
         return {int(match[1]): match[0] for match in found}
 
     def end_loan(self, name: str) -> None:
-        """End a loan. If it is not there, its put may be on the way: another object says that it counts for nothing."""
+        """End a loan. Its put may arrive later, so an `.over` object says that it has ended."""
         if self.store.exists(name):
             self.store.delete(name)
         else:

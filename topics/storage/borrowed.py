@@ -1,11 +1,11 @@
-"""Data of segments that a restored directory borrows: they are still in the archive that it was made of.
+"""The segment data that a restored directory borrows: the data are still in the archive that it was restored from.
 
     <data dir>/meta/borrowed.json
 
 A restore copies logs, indexes and tags, and a snapshot in which all sealed segments are cold. This note says under
-which names the archive has their data, so they are read from there like those of any other cold segment. The compactor
-brings one after the other home as a new version, which is in no archive (`compactor/loan.py`). Once no snapshot lists a
-borrowed segment, the note is removed, and with it the loan: the object that keeps the archive from being pruned.
+which names the archive has the segments' data, so readers find them there like the data of any other cold segment. The
+compactor copies one segment after the other into the directory as a new version (`compactor/loan.py`). Once no snapshot
+lists a borrowed segment, it removes the note and the loan, the object that keeps the archive from pruning the files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAME: Final = "borrowed.json"
 
 
 class BorrowedNote(msgspec.Struct, frozen=True):
-    """`place` is the archive, a directory or a URL, and `loan` the object in it that keeps its files. `files` are those
-    of all borrowed segments, their indexes and tags too.
+    """The content of the note. `place` is the archive, a directory or a URL; the object `loan` there protects its
+    files. `files` lists all files of the borrowed segments, with their indexes and tags.
     """
 
     place: str
@@ -37,13 +37,13 @@ class BorrowedNote(msgspec.Struct, frozen=True):
     version: int = VERSION
 
     def names(self) -> dict[str, str]:
-        """Return the names of the archive's objects by those that they would have in a cold tier."""
+        """Return the names of the archive's objects, by the names that a cold tier would give them."""
         return {ref.path.partition("/")[2]: ref.name for ref in self.files}
 
 
 def read_borrowed(fs: FileSystem, data_dir: str) -> BorrowedNote | None:
-    """Return the note; None if all data are here, or in the service's own cold tier. Raise OSError, also for a damaged
-    note: without it data would be missing.
+    """Return the note, None if nothing is borrowed. Raise OSError, also for a damaged note: if it counted as none, data
+    would be missing.
     """
     return read_note_file(fs, data_dir, NAME, BorrowedNote, "restore the directory again")
 
@@ -61,8 +61,8 @@ def remove_borrowed(fs: FileSystem, data_dir: str) -> None:
 
 
 def end_loan(fs: FileSystem, data_dir: str, note: BorrowedNote, store: ArchiveStore) -> None:
-    """Have the archive keep nothing any more for this directory, and remove the note. Raise OSError, also if there is
-    no archive: a folder is empty while its disk is not mounted, and the loan would stay there for good.
+    """End the loan, so that the archive may prune the files, and remove the note. Raise OSError, also if no archive is
+    there: its disk may not be mounted, and the loan would stay on it for ever.
     """
     if not Archive(store).generations():
         reason = "has no archive now: mount its disk; if it is gone for good, remove meta/borrowed.json and start again"
@@ -77,7 +77,7 @@ class ColdSource:
     """
 
     def __init__(self, own: SegmentStore | None, lender: ArchiveStore | None, names: Mapping[str, str]) -> None:
-        """`names` are the objects of the lender, by the names that they would have in the cold tier."""
+        """`names` are the objects of the lender, by the names that the cold tier would give them."""
         self._own = own
         self._lender = lender
         self._names = names

@@ -1,9 +1,9 @@
 """The store of objects in a bucket (`segment_store.py` has the contract): S3, Google Cloud Storage, Azure, or a
-folder by `file://`. The library is `obstore`, loaded with the first call: who has no bucket needs no library.
+folder by `file://`. The library is `obstore`, loaded with the first call: a service without a bucket does not need it.
 
-A bucket loses, repeats and cuts short. So an object is only ever created, never written over, and then read back: a
-segment's file leaves the data directory only after the same bytes came out of the bucket. A request that the bucket
-took, but did not answer, is made again and finds its own object.
+A bucket may lose objects, repeat requests and cut objects short. So the store only creates objects, never writes over
+one, and reads each back: a segment's file leaves the data directory only after the same bytes came out of the bucket.
+If the bucket took a request but did not answer, the store repeats the request and finds its own object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 RETRIES_MAX: Final = 3
-"""A request is made again so many times when the bucket throttles, fails or hangs up."""
+"""Number of repeats of a request when the bucket throttles, fails or hangs up."""
 OWNER_NAME: Final = "owner"
 CONNECT_MS: Final = 3_000
 _REASON_CHARS_MAX: Final = 400
@@ -45,15 +45,15 @@ class BucketStore:
     """The objects below `url`. It holds no connection before its first call, so a process that forks may have it."""
 
     def __init__(self, url: str, timeout_ms: int, owner: Callable[[], str] | None = None) -> None:
-        """`timeout_ms` bounds each request; repeats begin within half of it. `owner` returns the id of the service that
-        this store puts and deletes for, and behind a blank what people call it. Who only reads has none.
+        """`timeout_ms` bounds each request; repeats begin within half of it. `owner` returns the id of the service for
+        which this store puts and deletes, then a blank and a name for people. A store that only reads has no `owner`.
         """
         self._url = url
         self._timeout_ms = timeout_ms
         self._owner = owner
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """Create the object and read it back. Other bytes under its name are of a `put` that was killed, and go."""
+        """Create the object and read it back. Replace other bytes under its name: a killed `put` left them."""
         content = b"".join(pieces)
         for _ in range(2):
             self.create(name, content)
@@ -71,11 +71,11 @@ class BucketStore:
 
         try:
             with self._errors(name), suppress(AlreadyExistsError, PreconditionError):
-                # As one request: the parts of an upload in parts cannot be put on a condition.
+                # One request: a multipart upload cannot be made on the condition that there is no such object.
                 put(self._bucket, name, content, mode="create", use_multipart=False)
                 return True
         except OSError as error:
-            # Some stores refuse before they took the whole object, and hang up.
+            # Some stores refuse an existing name before they have read the whole request, and hang up.
             if _HUNG_UP not in str(error) or not self.exists(name):
                 raise
         return False
@@ -107,7 +107,7 @@ class BucketStore:
     def list(self, prefix: str) -> list[str]:
         from obstore import list as list_objects
 
-        # The library takes whole segments of paths only.
+        # The library lists by whole parts of a path only.
         directory = prefix.rpartition("/")[0]
         with self._errors(prefix):
             chunks = list_objects(self._bucket, directory or None, chunk_size=1000)
@@ -131,7 +131,7 @@ class BucketStore:
         return f"{self._url}/{name}"
 
     def owner_problem(self, own: str | None) -> str | None:
-        """Return a sentence if the prefix belongs to another service than `own`; None says that this is none yet."""
+        """Return a sentence if the prefix belongs to another service than `own` (None: this service has no id yet)."""
         root = self._root()
         try:
             owner = root.read_range(OWNER_NAME, 0, root.len(OWNER_NAME)).decode(errors="replace")
@@ -146,8 +146,8 @@ class BucketStore:
         )
 
     def _claim(self) -> None:
-        """Make the service the owner of the prefix, by an object beside `topics/`, before it changes anything there.
-        Raise PermissionError if another one is.
+        """Make the service the owner of the prefix before it changes anything there: put an object beside `topics/`.
+        Raise PermissionError if another service owns the prefix.
         """
         if self._owner is None:
             return
@@ -177,7 +177,7 @@ class BucketStore:
         }
         retries: RetryConfig = {
             "max_retries": RETRIES_MAX,
-            # A reader that waits so long is to hear why it failed, not that it took too long.
+            # A reader that waits this long must learn the reason of the failure, not only that time ran out.
             "retry_timeout": timedelta(milliseconds=self._timeout_ms / 2),
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
         }
@@ -205,7 +205,7 @@ class BucketStore:
             raise EOFError(f"{self.place(name)} ends before byte {end}")
 
     def _sync(self, name: str) -> None:
-        """Put an object that is a file, and its name, onto the disk, which the library does not."""
+        """Sync an object of a `file://` store and its directories to the disk: the library does not."""
         if not self._url.startswith("file:"):
             return
         found = unquote(urlsplit(self.place(name)).path)
@@ -236,7 +236,7 @@ class BucketStore:
             raise FileNotFoundError(errno.ENOENT, "is not in the bucket", self.place(name)) from None
         except BaseError as error:
             reason = _reason(error)
-            # A listing that is denied comes as any other failure.
+            # The library reports a denied listing like any other failure.
             denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or "code: 403" in reason
             if _NO_CREDENTIALS.search(reason):
                 way_out = _CREDENTIALS[self._url.partition(":")[0]]
@@ -254,8 +254,8 @@ _PROBED: Final = b"can be read"
 
 
 def probe(url: str, timeout_ms: int) -> Iterator[str]:
-    """Yield what this process cannot do in the bucket, with the reason and the way out. It leaves no object behind,
-    unless deleting is what fails.
+    """Yield a sentence for each thing that this process cannot do in the bucket, with the reason and the way out. It
+    leaves no object behind, unless it cannot delete.
     """
     store = BucketStore(f"{url}/topics", timeout_ms)
     name = f"check/{secrets.token_hex(8)}"

@@ -1,9 +1,9 @@
-"""Frames of the records that routers copy, made from the frames of their originals.
+"""The frames of router copies, made from the frames of their originals.
 
-A copy is an Append of the dest like any other. An unstamped copy lacks its topic id, seq, time and checksum, which
-`frame.stamp` fills in for a whole page. The frames of the originals, in the log or in a segment, are checked and become
-unstamped copies. Records that pass their router unchanged are stamped as they are; others are laid out again, which
-costs several times that.
+A copy is an ordinary Append of the dest. An *unstamped* copy lacks its topic id, seq, time and checksum; `frame.stamp`
+fills them in for a whole page. This module checks the frames of originals, from the log or a segment, and turns them
+into unstamped copies. The shard stamps these at once if the router changes nothing in the record. Otherwise it lays
+the record out again, which costs several times as much.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEPT_FLAGS: Final = FLAG_META | FLAG_NODE | FLAG_TAG | 0xFF << HOPS_SHIFT & 0xF
 
 
 class UnstampedCopies(NamedTuple):
-    """Unstamped copies of consecutive records back to back, and of each its place and its flags, as in the index."""
+    """Unstamped copies of consecutive records, back to back, with the place and the index flags of each."""
 
     frames: bytearray
     rows: array[int]
@@ -84,7 +84,7 @@ def each_copy(frames: bytearray, rows: Sequence[int]) -> Iterator[Original]:
 
 
 def lay_out_copy(node: bytes, tag: bytes, payload: Bytes, has_meta: bool, hops: int) -> tuple[bytes, int]:
-    """Return (an unstamped frame, its location flags). A copy is never the last frame of its write: the cursor is."""
+    """Return (an unstamped frame, its location flags). It has FLAG_MORE, because the cursor ends the write."""
     flags = FLAG_MORE | hops << HOPS_SHIFT
     flags |= (FLAG_NODE if node else 0) | (FLAG_TAG if tag else 0) | (FLAG_META if has_meta else 0)
     frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + len(node) + len(tag) + len(payload)
@@ -132,5 +132,5 @@ def segment_as_copies(part: memoryview, places: Sequence[int], first_seq: int) -
         rows.append(len(frames) | copy_len << 32)
         location_flags.append(LOCATION_FLAGS[flags])
         frames += pack(copy_len - LENGTH_FIELD_LEN, FrameType.APPEND, flags & _KEPT_FLAGS | FLAG_MORE)
-        frames += part[start + segment.NODE_LEN_AT : tail_at + CHECKSUM_LEN]  # this checksum is not yet the copy's
+        frames += part[start + segment.NODE_LEN_AT : tail_at + CHECKSUM_LEN]  # with the original's checksum so far
     return UnstampedCopies(frames, rows, location_flags)

@@ -1,13 +1,13 @@
 """The seam between the storage code and the disk: every call that can fail, lose or tear bytes goes through here.
 
 Production has one implementation, plain system calls. Tests have others: they fail the Nth call, cut a write short, or
-stop between two calls. So the surface has only calls whose effect on a disk can be stated: no mmap (readers map files
-themselves, and only published bytes) and no buffered file object.
+stop between two calls. So the seam has only calls whose effect on a disk is defined. It has no buffered file object and
+no mmap: readers map files themselves, and only read published bytes.
 
-The service chooses once, when it starts, how a group reaches its log file, by trying it where the log will be
-(`choose_write_path`). `pwritev` hands the kernel all pieces of a group in one call. If the file system does not take
-it, the pieces are joined and written by `pwrite`, at the cost of one more copy in memory. Both are followed by
-`fdatasync` (decision 7 says why not by RWF_DSYNC).
+At its start the service tries how groups can reach a log file in the directory of the log (`choose_write_path`).
+`pwritev` hands the kernel all pieces of a group in one call. If the file system does not take that, the service joins
+the pieces and writes them by `pwrite`, which costs one more copy in memory. `fdatasync` follows either of them
+(decision 7 says why RWF_DSYNC is not used).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class FileSystem(Protocol):
         """Write at most IOV_MAX buffers with one call; return the bytes written, which may be fewer."""
 
     def write_back(self, fd: int, waits: bool) -> None:
-        """Have the system put the data onto the disk, so that a later `fdatasync`, which tells if that was done, waits
-        less; with `waits` it was tried when this returns.
+        """Have the kernel begin to write the data to the disk, so that a later `fdatasync` waits less. With `waits`
+        this returns only when the kernel has tried. Only the `fdatasync` tells whether the data are on the disk.
         """
 
     def fdatasync(self, fd: int) -> None:
@@ -60,8 +60,8 @@ class FileSystem(Protocol):
         """Make creations, renames and removals inside the directory durable."""
 
     def sync_all(self, path: str) -> None:
-        """Put everything onto the disk that was written to the file system of `path`, names included: one call instead
-        of thousands. See `syncfs_reports_errors`.
+        """Sync the whole file system of `path`, files and names: one call instead of thousands. It may not report a
+        failure (`syncfs_reports_errors`).
         """
 
     def ftruncate(self, fd: int, size_bytes: int) -> None: ...
@@ -174,8 +174,8 @@ def opened(fs: FileSystem, path: str, flags: int) -> Iterator[int]:
 
 
 def syncfs_reports_errors(release: str) -> bool:
-    """True if `OsFileSystem.sync_all` raises when something could not be written; syncfs(2) before Linux 5.8 does not.
-    `release` is that of `os.uname()`; one without a number counts as old.
+    """Return whether `OsFileSystem.sync_all` raises if the kernel could not write something. syncfs(2) before Linux 5.8
+    reports no errors. `release` comes from `os.uname()`; one without a number counts as old.
     """
     version = re.match(r"(\d+)\.(\d+)", release)
     return version is not None and (int(version[1]), int(version[2])) >= _SYNCFS_REPORTS_ERRORS
@@ -214,8 +214,8 @@ def read_up_to(fs: FileSystem, fd: int, length: int, offset: int) -> bytes:
 
 
 def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
-    """Write all of `content` into a file that grows for it. A nearly full disk takes a part, and tells the reason with
-    the rest. Raise OSError; some of it may be written then.
+    """Write all of `content` into a file that grows. A nearly full disk may take only a part; then the next call gives
+    the reason. Raise OSError; some bytes may be written then.
     """
     written = 0
     while written < len(content):
@@ -228,7 +228,7 @@ def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
 def replace_file(fs: FileSystem, path: str, content: Bytes) -> None:
     """Make or replace a file durably: it gets its name only once it is whole and on the disk.
 
-    Raise OSError; the former file is as it was then, unless only the directory's sync failed.
+    If this raises OSError, the former file is unchanged, unless only the sync of the directory failed.
     """
     with new_file(fs, path, os.O_WRONLY) as fd:
         write_all(fs, fd, content, 0)
@@ -253,7 +253,7 @@ def new_file(fs: FileSystem, path: str, flags: int) -> Iterator[int]:
 
 @cache
 def boot_id() -> str:
-    """Return an id that changes with every boot: what a power loss may have torn was written under another one."""
+    """Return an id that changes with every boot of the machine. Bytes that a power loss tore have an earlier id."""
     with open(BOOT_ID_PATH, encoding="ascii") as file:
         return file.read().strip()
 
@@ -262,7 +262,7 @@ _ACCESS_MODE: Final = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 
 
 class ReadOnlyFileSystem(OsFileSystem):
-    """A file system that changes nothing: recovery shows what it would do, without doing it.
+    """A file system that changes nothing: with it recovery reports its repairs without making them.
 
     Changes succeed and have no effect; a file that would be created reads as empty.
     """
@@ -287,7 +287,7 @@ _PIECES: Final = (b"top", b"", b"ics")
 
 
 class WritePath(IntEnum):
-    """The call by which a group reaches its file, as the control page has it; 0 is not chosen yet."""
+    """The call that writes a group to its file, as the control page has it; 0 means not chosen yet."""
 
     PWRITEV = 1
     PWRITE = 2
@@ -317,9 +317,9 @@ def choose_write_path(directory: str, candidate: FileSystem | None = None) -> Wr
 
 
 class DeferredSyncs:
-    """A file system whose syncs wait: what is written to many files goes to the disk at once, not file after file.
+    """A file system that collects syncs, so that a caller writes many files and syncs them all at the end.
 
-    `sync` makes them, unless the caller makes one `sync_all` of `fs` instead.
+    Call `sync` to make the collected syncs, or make one `sync_all` of `fs` instead.
     """
 
     def __init__(self, fs: FileSystem) -> None:
@@ -354,7 +354,7 @@ class DeferredSyncs:
         self._directories[path] = None
 
     def sync(self, synced_directories: set[str]) -> None:
-        """Make the syncs, but for `synced_directories`, to which those that were made are added. Raise OSError."""
+        """Make the collected syncs, but skip `synced_directories`; add the others to that set. Raise OSError."""
         for path in self._files:
             with opened(self._fs, path, os.O_RDWR) as fd:
                 self._fs.fdatasync(fd)

@@ -1,9 +1,9 @@
-"""The note of a data directory that follows another service: of which archive it is a copy, and up to where.
+"""The note of a data directory that follows another service: it names the archive that it copies, and how far it got.
 
     <data dir>/meta/following.json
 
-A directory without one is a service of its own. The note stays when the service is promoted, so that a unit file with
-`--follow` goes on to be right.
+A directory without the note belongs to a service of its own. The note stays when the service is promoted, so that a
+unit file with `--follow` stays valid.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ NAME: Final = "following.json"
 
 
 class FollowNote(msgspec.Struct, frozen=True):
-    """`piece` is the last moment of the archive that the directory has, 0 before its first one. `ends` are those of its
-    logs, by shard; the leader has `told` those of some shards, which the archive may not have yet. `base` is the base
-    whose snapshot it has. `leader_url` is where the leader answers, "" if it does not say. `fence_id` is the id with
-    which this service closes, or has closed, the leader's generation. With `promoted_id`, the same id, it has
-    everything from there; once it `is_promoted` the directory is a service of its own, of that id.
+    """The state of a follower's directory.
+
+    `piece` is the last moment of the archive that the directory has, 0 before its first one. `ends` are the ends of its
+    logs, by shard. The shards in `told` got their last bytes from the leader, so the archive may lack them. `base` is
+    the base whose snapshot the directory has. `leader_url` is the leader's address, "" if it tells none.
+
+    With `fence_id` this service closes the leader's generation. `promoted_id` is the same id, noted once the directory
+    has everything of that generation. Once it `is_promoted`, the directory is a service of its own with that id.
     """
 
     url: str

@@ -1,5 +1,5 @@
-"""The WAL frame: the form of one record or control entry in a log file. Other modules take the offsets inside a frame
-from here to handle many frames at a time: `frame_columns.py`, `segment_convert.py`.
+"""The WAL frame: the form of one record or control entry in a log file. `frame_columns.py` and `segment_convert.py`
+import the offsets from here, because they handle many frames at a time.
 
 All integers are little-endian.
 
@@ -14,8 +14,8 @@ All integers are little-endian.
                  a control frame's own body otherwise
     checksum   = XXH3-64 of bytes [4, checksum)
 
-A length of zero is no frame: space that was reserved and never written reads as zeros. A frame has no version of its
-own: the first frame of every file has it (`logfile.py`), and a new type or flag is a new version there.
+A length of zero means that there is no frame: reserved space that was never written reads as zeros. The version of the
+format is in the first frame of every file (`logfile.py`), not in each frame. A new type or flag needs a new version.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ FLAG_META = 16
 HOPS_SHIFT = 5
 """The upper three bits count how often a copy has passed a cycle of routers."""
 
-# Flags of a frame that its location entry repeats, for readers that do not read the file (others own bits 0 and 1).
+# Flags of a frame that its location entry repeats, so that readers need not read the file. Bits 0 and 1 have other
+# uses.
 LOCATION_HAS_TAG = 4
 LOCATION_HAS_NODE = 8
 LOCATION_HAS_META = 16
@@ -58,7 +59,7 @@ LOCATION_FLAGS = [
     | (LOCATION_HAS_META if flags & FLAG_META else 0)
     for flags in range(256)
 ]
-"""Flags of the location (`core/location.py`) of a frame, by the frame's flags."""
+"""The location flags (`core/location.py`) of a frame: index this list with the frame's own flags."""
 
 NODE_MAX_BYTES = 0xFFFF
 TAG_MAX_BYTES = 0xFFFF
@@ -74,10 +75,10 @@ _META_KEY = b',"meta":'
 _NO_CHECKSUM = bytes(CHECKSUM_LEN)
 _JOINED_AT_ONCE_LEN = 2 << 20
 _TABLE_ROWS = (48, 512)
-"""The fewest frames that are worth columns, and the most that stay in the cache while they are completed."""
+"""`stamp` works column by column from this many frames on, and on at most this many at once (they fit the cache)."""
 
-# The header of an unstamped Append, behind room for the checksum of the frame before it: packing both together saves
-# one pack and one join entry a record.
+# The header of an unstamped Append, with room for the checksum of the frame before it. Packing both together saves one
+# `pack` and one entry of `join` for each record.
 _ATTRIBUTE_HEADER = Struct(f"<{CHECKSUM_LEN}xIBB24xHHI")
 # The same for a record without node, tag and meta: type, flags and both zero lengths are constants, and the payload's
 # key follows.
@@ -104,7 +105,7 @@ class FrameType(IntEnum):
     RAM_STATE = 37
     ROUTER_CURSOR = 38
     ROUTER_SOURCE = 39
-    """A type of version 0.1.0, read without effect. Number 40 was another one."""
+    """A type of release 0.1.0: readers skip it. That release used number 40 as well."""
     JOB_ATTRIBUTES = 48
     ACK = 49
     CURSOR = 50
@@ -193,9 +194,9 @@ _plain_headers = _PlainHeaders()
 
 
 def lay_out_plain(data: Sequence[Bytes]) -> LaidOut:
-    """Lay out records that have only data: the same bytes as `lay_out` in 0.6 of the time."""
+    """Lay out records that have only data. It gives the same bytes as `lay_out` in 0.6 of the time."""
     count = len(data)
-    if count == 1:  # as most writes are, and tables for one record take longer than the record
+    if count == 1:  # most writes have one record, and the lists below cost more than one record does
         buffer = bytearray(b"".join((_plain_headers[len(data[0])], data[0], _NO_CHECKSUM)))
         del buffer[:CHECKSUM_LEN]
         buffer[FLAGS_AT] = 0
@@ -209,7 +210,7 @@ def lay_out_plain(data: Sequence[Bytes]) -> LaidOut:
 
 
 def _laid_out(parts: list[Bytes], lengths: list[int], flags: bytes) -> LaidOut:
-    """Join frames of these lengths, of which only the last gets no FLAG_MORE."""
+    """Join the parts of frames that have these lengths, and clear FLAG_MORE of the last frame."""
     offsets = list(accumulate(lengths, initial=0))
     whole_len = offsets.pop()
     if whole_len >> 32:
@@ -222,7 +223,7 @@ def _laid_out(parts: list[Bytes], lengths: list[int], flags: bytes) -> LaidOut:
 
 
 def _joined(parts: list[Bytes], whole_len: int) -> bytearray:
-    """Join frames; many bytes piece by piece, because joining tens of MB at once would hold up other threads."""
+    """Join the parts of frames. Join many bytes piece by piece: tens of MB at once would hold up other threads."""
     if whole_len <= _JOINED_AT_ONCE_LEN:
         buffer = bytearray().join(parts)
     else:
@@ -261,8 +262,8 @@ def stamp(
 ) -> None:
     """Complete laid-out frames in place: consecutive seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
 
-    `buffer` is writable and holds the frames at the offsets of `offset_len` (offset | length << 32). Many of one length
-    that lie back to back in a bytearray are completed column by column, in 0.56 (100) to 0.35 (1000) of the time.
+    `buffer` is writable and has the frames at the places in `offset_len` (offset | length << 32). If many frames of one
+    length lie back to back in a bytearray, they are stamped column by column: 100 in 0.56 of the time, 1000 in 0.35.
     """
     if len(offset_len) >= _TABLE_ROWS[0] and isinstance(buffer, bytearray) and _is_table(offset_len):
         for at in range(0, len(offset_len), _TABLE_ROWS[1]):
@@ -270,7 +271,7 @@ def stamp(
         return
     view = memoryview(buffer)
     pack_ids, pack_checksum = _IDS.pack_into, CHECKSUM.pack_into
-    if extra_flags:  # not in the loop below: most classes have none
+    if extra_flags:  # apart from the loop below, because most topics have no extra flags
         for entry in offset_len:
             view[(entry & 0xFFFF_FFFF) + FLAGS_AT] |= extra_flags
     seq = first_seq
@@ -283,7 +284,7 @@ def stamp(
 
 
 def _is_table(offset_len: array[int]) -> bool:
-    """True if all are of one length, back to back."""
+    """True if all frames have one length and lie back to back."""
     rows, length = len(offset_len), offset_len[0] >> 32
     lengths = array("I", offset_len.tobytes())[1::2]
     return offset_len[-1] - offset_len[0] == (rows - 1) * length and lengths == lengths[:1] * rows
@@ -310,12 +311,12 @@ def _stamp_table(
 
 @lru_cache(64)
 def hashed_parts(total_len: int, rows: int) -> Struct:
-    """Return a struct that unpacks the hashed bytes of so many frames of one length, which lie back to back."""
+    """Return a struct that unpacks the hashed bytes of `rows` frames of one length that lie back to back."""
     return Struct(f"{TYPE_AT}x{total_len - TYPE_AT - CHECKSUM_LEN}s{CHECKSUM_LEN}x" * rows)
 
 
 def checksums_of(hashed: Iterable[bytes]) -> bytes:
-    """Return the checksums as frames have them, back to back."""
+    """Return the checksums of these bytes in the form that frames have, back to back."""
     words = array("Q", b"".join(map(xxh3_64_digest, hashed)))
     words.byteswap()
     return words.tobytes()
@@ -337,8 +338,8 @@ FrameTuple: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 class Scan(NamedTuple):
-    """The valid frames from the start on, the end of the last one, and the defect behind it: None at the end of the
-    bytes, or after as many frames as were asked for.
+    """The valid frames from the start on, the end of the last one, and the defect behind it. `defect` is None at the
+    end of the bytes, or if `limit` frames were found.
     """
 
     frames: list[FrameTuple]

@@ -1,9 +1,9 @@
 """Frames of a log as columns: one array, or one string of bytes, for each field of all frames.
 
-`scan_columns` finds what `frame.scan` finds frame by frame, at a fraction of the cost for many frames. Frames of one
-length that lie back to back, such as records of a batch, are a table: its columns are steps over its bytes. Other
-frames are walked one by one for their lengths, then checked together. If anything is wrong, `frame.scan` reads the same
-frames again and says what.
+`scan_columns` finds the same frames as `frame.scan`, at a fraction of the cost for many frames. Frames of one length
+that lie back to back, like the records of a batch, are a table: a slice with a step gives a column. `scan_columns`
+walks other frames one by one for their lengths, then checks them together. If anything is wrong, `frame.scan` reads
+the same frames again and names the defect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from topics.storage.frame import (
 
 HEAD_WORDS: Final = 4
 _STRETCH_MAX: Final = 4096
-"""The most frames of a write that are compared at once; they are compared again if they have several topics."""
+"""The most frames of a write that are compared at once to see whether all belong to one topic."""
 _HAS_MORE: Final = bytes(1 if flags & FLAG_MORE else 0 for flags in range(256))
 _LOCATION_FLAGS: Final = bytes(LOCATION_FLAGS)
 
@@ -135,7 +135,7 @@ class FrameColumns(Sequence[FrameTuple]):
         return len(self.types) - len(self.types.translate(None, types))
 
     def find(self, *types: int) -> int:
-        """Return the number of the first frame of any of these types; the count of frames without one."""
+        """Return the number of the first frame of any of these types; the count of all frames if there is none."""
         found = [at for type_ in types if (at := self.types.find(type_)) >= 0]
         return min(found, default=len(self))
 
@@ -148,7 +148,7 @@ class FrameColumns(Sequence[FrameTuple]):
         return len(self.flags.translate(_HAS_MORE).rstrip(b"\1"))
 
     def stretches(self) -> list[tuple[int, int]]:
-        """Return (start, stop) of frames of one type and topic, all in order; the next stretch may be of the same."""
+        """Return (start, stop) of runs of one type and topic, in order. Two neighbours may have the same."""
         if self._stretches is None:
             has_more = self.flags.translate(_HAS_MORE)
             writes_are_long = has_more.count(1) * 8 > len(has_more) * 7
@@ -169,7 +169,7 @@ class FrameColumns(Sequence[FrameTuple]):
         return list(zip([0, *borders], [*borders, count], strict=True)) if count else []
 
     def _write_by_write(self, has_more: bytes) -> Iterator[tuple[int, int]]:
-        # The frames of a write are usually of one topic, so all are compared at once.
+        # The frames of a write usually belong to one topic, so compare all of them at once.
         types, topic_ids = self.types, self.heads[0::HEAD_WORDS]
         count = len(types)
         start = 0
@@ -190,7 +190,7 @@ class FrameColumns(Sequence[FrameTuple]):
             start = stop
 
     def entries(self, file_no: int, more_flags: int) -> array[int]:
-        """Return index entries (`core/location.py`) of all frames, as if all were Appends; each gets `more_flags`."""
+        """Return index entries (`core/location.py`) of all frames, which must be Appends; each gets `more_flags`."""
         count = len(self.types)
         files = bytearray(file_no.to_bytes(8, "little") * count)
         flags = self.flags.translate(_LOCATION_FLAGS)
@@ -209,12 +209,12 @@ _FRAME_LEN_MIN: Final = OVERHEAD_LEN - LENGTH_FIELD_LEN
 _START: Final = Struct(f"<IH{_HEAD_LEN}s")  # frame_len, type | flags << 8, head
 
 _TABLE_ROWS: Final = (512, 256, 128, 64, 32, 16)
-"""Numbers of rows of a table: few, so that the structs for them are made once. For fewer rows a walk is as fast."""
+"""The possible row counts of a table: few, so that the structs are made once. For fewer rows a walk is as fast."""
 _WALK_FRAMES: Final = 128
 _ALIKE: Final = 8
-"""Number of frames of one length after which a walk ends: a table may begin."""
+"""Number of consecutive frames of one length at which a walk ends, because a table may begin there."""
 _COPIED_MAX_BYTES: Final = 1 << 18
-"""The most bytes that are copied at once, so that they are hashed while in the cache. Longer frames are not copied."""
+"""The most bytes that are copied at once, so that they are hashed while in the cache. A longer frame is not copied."""
 
 _KNOWN: Final = bytes(sorted(KNOWN_TYPES))
 
@@ -230,8 +230,8 @@ class ColumnScan(NamedTuple):
 def scan_columns(buffer: Bytes, start: int, end: int, limit: int, *, trusts_records: bool = False) -> ColumnScan:
     """Scan as `frame.scan` does: find the same frames up to the same end.
 
-    With `trusts_records` neither checksum nor text of an Append is looked at: for bytes that were committed, and that
-    are checked when they are copied.
+    With `trusts_records` it checks neither checksum nor text of an Append. This is for committed bytes whose frames
+    are checked again when somebody copies them.
     """
     view = memoryview(buffer)
     parts: list[FrameColumns] = []
@@ -254,9 +254,9 @@ def scan_columns(buffer: Bytes, start: int, end: int, limit: int, *, trusts_reco
 
 
 class _Table(NamedTuple):
-    """Structs for a number of frames of one length: `bodies` unpacks the hashed bytes and the checksum of each, `heads`
-    its head. `lengths` are the four columns of frame_len. Words of 64 bits in one large number each, the first one
-    lowest: `ones` are 1, `places` the offset from the first frame.
+    """Structs for a number of frames of one length. `bodies` unpacks the hashed bytes and the checksum of each frame,
+    `heads` its head. `lengths` are the four byte columns of frame_len. `ones` and `places` are large numbers made of a
+    64-bit word for each frame, the first one lowest: 1, and the frame's offset from the first frame.
     """
 
     bodies: Struct
@@ -306,7 +306,7 @@ def _rows(table: bytes, offset: int, total_len: int, rows: int, trusts_records: 
     lens = heads[3::HEAD_WORDS]
     text_lens: Sequence[int] | None
     if lens == lens[:1] * rows:
-        # Most often: each has the lengths of the first.
+        # The usual case: each frame has the same lengths as the first.
         text_lens = _text_lens(lens[:1], [total_len])
         text_lens = None if text_lens is None else text_lens * rows if text_lens[0] else []
     else:
@@ -317,7 +317,7 @@ def _rows(table: bytes, offset: int, total_len: int, rows: int, trusts_records: 
         columns = structs.bodies.unpack(table)
         if not _are_whole(columns[0::2], columns[1::2], text_lens):
             return None
-    # Numbers beyond 2^30 one by one take several times as long.
+    # One large number for all frames: Python numbers beyond 2^30, one by one, take several times as long.
     places = structs.ones * (offset | total_len << 32) + structs.places
     offset_len = array("Q", places.to_bytes(8 * rows, "little"))
     return FrameColumns(offset_len, types, table[FLAGS_AT::total_len], heads)
@@ -387,8 +387,8 @@ def _walk(view: memoryview, offset: int, end: int, limit: int, trusts_records: b
 
 
 def _text_lens(lens: array[int], total_lens: Sequence[int]) -> list[int] | None:
-    """Return node_len | tag_len << 16 of each frame; None if node, tag and payload do not fill it. `lens` are the last
-    words of the heads.
+    """Return node_len | tag_len << 16 of each frame; None if the lengths of node, tag and payload do not add up to the
+    whole length of a frame. `lens` are the last words of the heads.
     """
     halves = array("I", lens.tobytes())
     text_lens, data_lens = halves[0::2].tolist(), halves[1::2].tolist()

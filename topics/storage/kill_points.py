@@ -1,7 +1,7 @@
-"""The steps between which a crash must lose nothing, by name: tests enumerate them and die at each.
+"""Kill points: named places between two steps where a crash must lose nothing. Tests kill a process at each of them.
 
-A kill point is reached when everything before it is done and nothing after it has begun. In production `reached` is a
-comparison; a test arms one point, in another process (`TOPICS_TEST_KILL_AT`) or in its own.
+A process is at a kill point when everything before it is done and nothing after it has begun. In production `reached`
+costs one comparison. A test arms one point, in another process (`TOPICS_TEST_KILL_AT`) or in its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _action: Callable[[], None]
 
 
 def reached(point: KillPoint) -> None:
-    """Do what is armed for this point; call it there."""
+    """Run the action that is armed for this point, if any. The code calls this at the point."""
     if point == _armed:
         _action()
 
@@ -52,8 +52,8 @@ def arm(point: KillPoint | None, action: Callable[[], None]) -> None:
 
 
 def arm_as_told(order: str | None, incarnation: int) -> None:
-    """Arm a SIGKILL: `order` is `process:<point>` for this process (before any restart), or `service:<point>` for its
-    whole process group. Raise ValueError for an unknown point.
+    """Arm a SIGKILL by `order`: `process:<point>` kills this process (only its first incarnation), `service:<point>`
+    its whole process group. Raise ValueError for an unknown point.
     """
     if order is None:
         return

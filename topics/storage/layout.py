@@ -1,9 +1,9 @@
 """Names and places of the files below a data directory; docs/storage-format.md begins with a list of them.
 
-A group is one shard's log: a directory with files that one process writes, `wal` itself with one shard, else
-`wal/shard-<NN>`. Groups for `ephemeral` topics are in `<ram dir>/shard-<NN>`, which is wiped when the service starts.
-`wal.new` and `wal.old` exist only while the shard count changes (`reshard.py`). A name that ends in `.tmp` is of a file
-that was never completed.
+A group is one shard's log: a directory with files that one process writes. With one shard it is `wal` itself, otherwise
+`wal/shard-<NN>`. Groups for `ephemeral` topics are in `<ram dir>/shard-<NN>`; the service wipes them at its start.
+`wal.new` and `wal.old` exist only while the shard count changes (`reshard.py`). A file whose name ends in `.tmp` was
+never completed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def group_dir(data_dir: str, shard: int, shards: int) -> str:
 
 
 def group_dir_in(root: str, shard: int, shards: int) -> str:
-    """Return the directory of a shard's log below another root than `wal/`."""
+    """Return the directory of a shard's log below `root` (`wal`, or `wal.new` while the shard count changes)."""
     assert 0 <= shard < shards
     return root if shards == 1 else os.path.join(root, _shard_name(shard))
 
@@ -142,7 +142,7 @@ def object_name(topic_id: int, first_seq: int, version: int) -> str:
 
 
 def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
-    """Return the names of a segment's files in the cold tier; the data last, so a reader that finds them finds all."""
+    """Return the names of a segment's files in the cold tier, the data last: a reader that finds the data finds all."""
     return list(segment_paths(f"{topic_id:016x}", first_seq, version).values())
 
 

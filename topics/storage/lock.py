@@ -1,8 +1,8 @@
-"""The lock of a data directory, one service each: an exclusive flock on `.topics.lock`, which holds the owner's pid.
+"""The lock of a data directory: an exclusive flock on `.topics.lock`, so that only one service uses the directory.
 
-The kernel drops the lock with the last descriptor of the process that took it, however it ends, so there is no stale
-lock. The pid in the file is for people, and counts only while the lock is held. Forked children inherit the lock, which
-is held until the last of them has ended: no file ever has two writers.
+The kernel drops the lock with the last descriptor, however its processes end, so there is no stale lock. Forked
+children inherit the lock and hold it until the last of them has ended: no file ever has two writers. The file has the
+owner's pid for people; the pid is valid only while the lock is held.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DataDirLock:
             raise DataDirNotWritable(data_dir, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Writing also proves that the directory takes writes (not on a read-only mount or a full disk).
+            # This write fails early on a read-only mount or a full disk.
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         except BlockingIOError:
@@ -106,11 +106,11 @@ def holder_pid(data_dir: str) -> int | None:
 
 
 def open_process(pid: int) -> int | None:
-    """Return an fd that stays with a process, None if there is none. It needs no /proc, where systemd may hide it."""
+    """Return a pidfd of a process, None if it does not run. It needs no /proc, where systemd may hide processes."""
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        if error.errno in (errno.ESRCH, errno.ENOENT, errno.EINVAL):  # the latter two: it is a thread's by now
+        if error.errno in (errno.ESRCH, errno.ENOENT, errno.EINVAL):  # the last two: a thread has the number now
             return None
         raise
 
@@ -127,7 +127,7 @@ def is_running(pid: int) -> bool:
 
 
 def may_hold(data_dir: str, pid: int) -> bool:
-    """Return whether a process has the lock file open. The pid in there may be one of a container, or used again."""
+    """Return whether a process may have the lock file open. The pid in the file may be a container's, or used again."""
     lock, folder = os.stat(lock_path(data_dir)), f"/proc/{pid}/fd"
     try:
         for fd in os.listdir(folder):
@@ -137,14 +137,14 @@ def may_hold(data_dir: str, pid: int) -> bool:
     except FileNotFoundError:  # it has ended, systemd's ProtectProc= hides it, or there is no /proc
         return is_running(pid)
     except PermissionError:
-        return True  # only its user can tell, and may signal it
+        return True  # another user's process: only that user can see its files, or signal it
     return False
 
 
 @contextmanager
 def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
-    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs,
-    OSError when it is not among the processes that are seen here.
+    """Find the supervisor of `data_dir`; give its pid and a pidfd. Raise ProcessLookupError if none runs, OSError if
+    this process cannot see it (for example because it runs in a container).
     """
     pid, process_fd = holder_pid(data_dir), None
     try:

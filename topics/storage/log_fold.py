@@ -1,7 +1,7 @@
-"""The way of a log's frames (`frame.py`) into the fold (`core/fold.py`).
+"""This module feeds a log's frames (`frame.py`) to the fold (`core/fold.py`).
 
-Recovery reads a whole log this way, the compactor follows one, and the offline check repeats the fold of a start
-(`OfflineFold`): all of them get the same topics.
+Recovery folds a whole log with it, the compactor follows a log with it, and the offline check repeats the fold of a
+start (`OfflineFold`). So all of them get the same topics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _APART_FROM_RECORDS: Final[Mapping[int, _Apply]] = {
     FrameType.CURSOR: lambda fold, topic_id, _seq, data, _ram: fold.cursor(topic_id, data),
     FrameType.SESSION: lambda fold, _id, _seq, data, _ram: fold.session(data),
 }
-"""Frames that have nothing to do with the records before them."""
+"""Frames that may be applied before the records that precede them."""
 _BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
     FrameType.TOPIC_CREATE: lambda fold, topic_id, _seq, data, _ram: fold.topic_create(topic_id, data),
     FrameType.CONFIG_UPDATE: lambda fold, topic_id, _seq, data, _ram: fold.config_update(topic_id, data),
@@ -47,7 +47,7 @@ _BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
     FrameType.ROUTER_DELETE: lambda fold, _id, seq, _data, _ram: fold.routers.deleted(seq),
     FrameType.ROUTER_CURSOR: lambda fold, topic_id, seq, data, in_ram: fold.router_cursor(topic_id, seq, data, in_ram),
 }
-"""Frames that need their topic to have all records before them."""
+"""Frames that are applied only when the topic has all records that precede them."""
 _NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK, FrameType.ROUTER_SOURCE))
 
 
@@ -94,9 +94,9 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
 class LoggedTopic(NamedTuple):
     """A topic as one log has it.
 
-    `deleted` are seqs (ascending) whose deletion segments may not have yet. `live` counts the live records from
+    `deleted` are deleted seqs (ascending) that segments may not have marked yet. `live` counts the live records from
     `earliest_seq` to `head_seq`; None if the log cannot know (records were in RAM, or their log is lost).
-    `live_behind` of them are in no segment. Without its end (`has_end`) the log may lack deletions that segments have.
+    `live_behind` of them are in no segment. Without `has_end` the log may lack deletions that segments have.
     """
 
     segments: list[SegmentInfo]
@@ -108,7 +108,7 @@ class LoggedTopic(NamedTuple):
 
 
 class _Index(UnlocatedIndex):
-    """An index for the check. `lost` are the seqs that the log has as such, in its order."""
+    """An index for the check. `lost` are the seqs that the log gives as lost, in its order."""
 
     __slots__ = ("lost",)
 
@@ -158,7 +158,7 @@ class OfflineFold:
         deleted = frozenset(index.deleted)
         behind_seq = max(topic.earliest_seq, index.segments.last_seq + 1)
         gone = sum(1 for seq in deleted.union(index.lost) if behind_seq <= seq <= topic.head_seq)
-        # After an accepted loss segments go on behind the end of the log, and records between may be missing.
+        # After an accepted loss segments may reach beyond the end of the log, and records between may be missing.
         is_counted = (
             self._fold.is_counted(topic)
             and index.segments.last_seq <= topic.head_seq

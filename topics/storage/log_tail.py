@@ -1,6 +1,6 @@
 """The end of a log that another process goes on writing, read by a process that never repairs it.
 
-Committed bytes are valid, so an invalid frame means that the reader is in the wrong place.
+Committed bytes are always valid. So if the reader finds an invalid frame, it is in the wrong place.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TailLost(Exception):  # noqa: N818 — named for what it is
 
 
 class LogTail:
-    """A reader of one shard's log, up to where the shard has committed. It yields every frame once.
+    """A reader of one shard's log, up to the end of what the shard has committed. It yields every frame once.
 
-    `position` is behind the last frame that was read.
+    `position` is the place behind the last frame that it read.
     """
 
     def __init__(self, directory: str, position: WalPosition) -> None:
@@ -33,9 +33,9 @@ class LogTail:
         self.position = position
 
     def read(self, until: WalPosition) -> Iterator[RecoveredFile]:
-        """Yield the frames up to `until`, which the shard has committed, in batches; without those of FRAMING_TYPES.
+        """Yield the frames up to `until`, a committed place, in batches and without frames of FRAMING_TYPES.
 
-        `position` moves behind a batch when the next one is asked for. Raise TailLost and OSError.
+        `position` moves behind a batch when the caller asks for the next one. Raise TailLost and OSError.
         """
         if until < self.position:
             raise TailLost(f"{self.directory}: was read up to {self.position}, but is committed only up to {until}")
@@ -56,7 +56,7 @@ class LogTail:
             yield from self._read(None)
         elif self.position.offset < following.previous_end:
             yield from self._read(following.previous_end)
-        # Frames behind `previous_end` come again in the next file; to read them twice changes nothing.
+        # Frames behind `previous_end` come again in the next file; reading them twice changes nothing.
         self.position = WalPosition(file_no + 1, 0)
 
     def _read(self, end: int | None) -> Iterator[RecoveredFile]:

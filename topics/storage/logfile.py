@@ -1,4 +1,4 @@
-"""The log file `wal-<20 digits>.log`: the frames around those of the writes. Version 2.
+"""The log file `wal-<20 digits>.log`, with the frames that are about the file and not about a topic. Version 2.
 
     ┌────────────┬──────────────────────────────────────────────────┬──────────┬─────────────────────┐
     │ FILE_START │ groups of writes, SYNC_MARKs between them        │ FILE_END │ zeros, never written │
@@ -8,15 +8,15 @@
     SYNC_MARK   topic_id = file_no, seq = offset: every byte below that offset was on the disk before the mark was
                 written. Damage below a mark is corruption, never a torn tail.
     FILE_END    topic_id = file_no, seq = its own offset. It is durable before the next file gets its first write. The
-                active file has none, nor has a file whose sync failed: that one ends at the next file's `previous_end`,
-                whatever lies behind.
+    active file has none. A file whose sync failed has none either: it ends at the `previous_end` of the next
+    file, and nobody reads the bytes behind that.
 
 A write (frames up to one without FLAG_MORE) and a group of writes never span two files. CURRENT holds the name of the
-active file and a newline; a file after it exists at most as a spare: FILE_START and zeros.
+active file and a newline. The only file that may come after it is a spare: FILE_START and zeros.
 
 COMMITTED says how far the log went when its writer stopped: "wal-<20 digits>.log <offset>", padded to a line of 64
-bytes. It is blank while a writer is at work. Only a log that reaches that place surely has its end: a power loss, or a
-copy of a running service, leaves it blank. It is overwritten in place, which needs no room.
+bytes. It is blank while a writer is at work, so it stays blank after a power loss and in a copy of a running service. A
+log surely has its end only if it reaches the place in COMMITTED. The writer overwrites it in place: that needs no room.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOOK_BYTES: Final = 1 << 18
 
 
 class WalIdentity(msgspec.Struct, frozen=True):
-    """The shard that a log is of, and the boot of the machine that writes it."""
+    """The shard that owns a log, the shard count, and the boot of the machine that writes the log."""
 
     shard: int
     shards: int
@@ -49,7 +49,7 @@ class WalIdentity(msgspec.Struct, frozen=True):
 
 
 class FileStart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first frame of a file. `log_id` is random and the same in all files of a group: no other file fits."""
+    """The first frame of a file. `log_id` is random and the same in all files of a log, so a foreign file shows."""
 
     version: int
     log_id: int
@@ -129,8 +129,8 @@ FILE_END_LEN: Final = len(file_end_frame(0, 0))
 
 
 def find_file_end(fs: FileSystem, fd: int, file_no: int) -> int | None:
-    """Return where the FILE_END of a file ends, None if there is none: it is the last thing before what was never
-    written.
+    """Return the offset behind the FILE_END of a file, None if it has none. FILE_END is the last frame before the zeros
+    that were never written.
     """
     size_bytes = fs.size_bytes(fd)
     at, written = size_bytes, b""
@@ -171,9 +171,9 @@ def read_file_start(fs: FileSystem, path: str) -> tuple[FileStart, int]:
 
 
 def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
-    """Return the first FILE_START that can be read in a log, None if it has no file. Its `log_id` identifies the log: a
-    file before it may be one that nothing needs any more, which recovery tells, or just be removed. Raise NotALogFile,
-    UnknownLogVersion or OSError.
+    """Return the first readable FILE_START in a log, None if the log has no file. Its `log_id` identifies the log. An
+    unreadable file before it may be one that nobody needs any more (recovery decides that), or may just be removed.
+    Raise NotALogFile, UnknownLogVersion or OSError.
     """
     unread: NotALogFile | FileNotFoundError | None = None
     for number in layout.list_log_files(fs, directory):
@@ -191,8 +191,8 @@ def create_log_file(
 ) -> None:
     """Make the file durably, or replace it, with `content` at its beginning; it gets its name once all of it is there.
 
-    "zero" writes the whole space: syncing overwritten space costs no journal commit, unlike space that is only
-    reserved. "none" leaves it a hole. Raise OSError and leaves nothing then.
+    "zero" writes the whole space, because a sync of overwritten space needs no journal commit, unlike a sync of space
+    that is only reserved. "none" leaves a hole. If this raises OSError, it leaves no file.
     """
     with new_file(fs, layout.log_path(directory, file_no), os.O_RDWR) as fd:
         if preallocate == "zero":
@@ -205,7 +205,7 @@ def create_log_file(
 
 
 def write_fully(fs: FileSystem, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
-    """Write all buffers with one call. A short write raises OSError: the reason that the rest gives, or else EIO."""
+    """Write all buffers with one call. Raise OSError after a short write, with the error of writing the rest or EIO."""
     length = sum(map(len, buffers))
     written = fs.pwritev(fd, buffers, offset)
     if written != length:
@@ -235,9 +235,9 @@ def map_file(path: str) -> mmap.mmap:
 def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:
     """Make everything from `offset` on zeros again, by cutting the file and extending it. Raise OSError.
 
-    A process that is killed while it overwrites may leave valid frames behind a hole, which would be read as
-    corruption; a file is shortened at once or not at all. Readers may have mapped the whole file, but none reads a byte
-    behind the last published frame.
+    Overwriting with zeros would be unsafe: a kill in its middle would leave valid frames behind a hole, which recovery
+    takes for corruption. A cut happens completely or not at all. Readers may have mapped the whole file, but none reads
+    a byte behind the last published frame.
     """
     fs.ftruncate(fd, offset)
     fs.ftruncate(fd, size_bytes)
@@ -249,7 +249,7 @@ def write_current(fs: FileSystem, directory: str, file_no: int) -> None:
 
 
 def note_committed(fs: FileSystem, directory: str, position: WalPosition | None) -> None:
-    """Make COMMITTED say where the log ends, durably; None before it goes on. Raise OSError."""
+    """Write durably to COMMITTED where the log ends, or a blank line (None) before the log goes on. Raise OSError."""
     path = os.path.join(directory, layout.COMMITTED_NAME)
     is_new = not fs.exists(path)
     text = "" if position is None else f"{layout.log_name(position.file_no)} {position.offset}"
@@ -261,7 +261,7 @@ def note_committed(fs: FileSystem, directory: str, position: WalPosition | None)
 
 
 def is_at_work(fs: FileSystem, directory: str) -> bool:
-    """Return whether COMMITTED is there and blank, as before a write."""
+    """Return whether COMMITTED exists and is blank: a writer is at work, or was when it stopped."""
     path = os.path.join(directory, layout.COMMITTED_NAME)
     return fs.exists(path) and not read_all(fs, path).strip()
 

@@ -35,7 +35,7 @@ def write_note_file(fs: FileSystem, data_dir: str, name: str, content: bytes) ->
 
 
 def read_note_file(fs: FileSystem, data_dir: str, name: str, kind: type[_Note], way_out: str) -> _Note | None:
-    """Return a note, None if there is none. Raise OSError, also for a damaged one, which must never count as none."""
+    """Return a note, None if there is none. Raise OSError, also for a damaged note: it must never count as none."""
     path = note_path(data_dir, name)
     try:
         note = msgspec.json.decode(read_all(fs, path), type=kind)
@@ -59,8 +59,8 @@ class _ClockNote(msgspec.Struct):
 
 
 def write_clock(fs: FileSystem, data_dir: str, trusted: TrustedTime) -> None:
-    """Note the time that the service goes by, durably, so that the next start can tell a clock that was put forward
-    from passed time. Raise OSError; the former note is as it was then.
+    """Note durably the time that the service trusts. By it the next start can tell a clock that somebody put forward
+    from time that has passed. If this raises OSError, the former note stays.
     """
     write_note_file(fs, data_dir, layout.CLOCK_NAME, msgspec.json.encode(_ClockNote(VERSION, *trusted)))
 

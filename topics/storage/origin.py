@@ -1,7 +1,7 @@
 """The data directory that is being archived, read only: how far its logs go, and the files that a snapshot needs.
 
-Nothing here stops the service: it goes on writing, cutting and removing files. Committed bytes of a log or a segment
-never change, but for marks of deletions. A file that is not there any more is in no newer snapshot.
+Meanwhile the service goes on writing, cutting and removing files. That is safe, because committed bytes of a log or a
+segment never change, except for deletion marks. No newer snapshot needs a file that the service has removed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ TRIES_MAX: Final = 200
 TAIL_BYTES: Final = 4 << 20
 """The most bytes of logs in one answer."""
 TxnState = dict[str, tuple[TxnFile, bytes]]
-"""Files of transactions as they were, by path; of a stage that was known the bytes are left out."""
+"""Files of transactions at one moment, by path. The bytes of a stage that the caller knew are left out."""
 
 
 class OriginGoneError(Exception):
-    """Bytes that were there are not there any more: another process of the service removed them, or the directory has
-    another history. Begin again.
+    """Bytes of a log or a segment are gone: the service removed them, or the directory has another history. The caller
+    must begin again.
     """
 
 
 class LogPlace(NamedTuple):
-    """One log: its directory, and the end of what it has for good."""
+    """One log: its directory and its end. Bytes before `end` never change."""
 
     shard: int
     log_id: int
@@ -56,17 +56,17 @@ class LogPlace(NamedTuple):
 
 
 class LogEnds(Protocol):
-    """Tells how far the logs of a directory go. Every position is the end of a write."""
+    """The ends of the logs of a directory. Every position is the end of a write."""
 
     has_end: bool
-    """False if a log may lack what was written last."""
+    """False if a log may lack its last writes."""
 
     def read(self) -> list[WalPosition] | None:
-        """Return the ends of the logs, by shard, as they all were at one time; None if that cannot be told now."""
+        """Return the ends that all logs had at one time, by shard; None if nobody can tell now."""
 
 
 class RunningEnds:
-    """The ends of a running service's logs. `settled_ends` is that of its control page."""
+    """The ends of a running service's logs. `settled_ends` is the method of its control page (`shm/control.py`)."""
 
     has_end = True
 
@@ -79,8 +79,8 @@ class RunningEnds:
 
 
 class RestingEnds:
-    """The ends of the logs of a directory that no service uses, found as a start finds them. The caller holds the
-    lock. Raise RefusedLog, UnknownSnapshotVersion, OSError.
+    """The ends of the logs of a directory that no service uses; recovery finds them, like at a start. The caller holds
+    the lock. Raise RefusedLog, UnknownSnapshotVersion, OSError.
     """
 
     def __init__(self, data_dir: str) -> None:
@@ -114,7 +114,7 @@ class Origin:
         self.ends = ends
         self._cold_place = cold_place
         self.told: dict[str, TxnFile] = {}
-        """Files of transactions that followers were told of last, by path."""
+        """Files of transactions in the last answer to followers, by path."""
 
     def logs(self, ends: list[WalPosition]) -> list[LogPlace]:
         """Return the logs with these ends, by shard. Raise OriginGoneError while another shard count is being made."""
@@ -133,11 +133,11 @@ class Origin:
         return found
 
     def moment(self, known: Mapping[str, TxnFile] | None) -> tuple[list[LogPlace], TxnState] | None:
-        """Return (logs, files of transactions by path) as they all were at one time; None if nobody can tell now.
-        Stages never change, and may be many bytes: those that are `known`, by path, are not read; with None no file is.
+        """Return (logs, files of transactions by path) as they all were at one time; None if nobody can tell now. A
+        stage never changes and may be large, so stages in `known` are not read. With `known` None no file is read.
 
-        A batch over topics is decided by its sink's file and published by the logs. If no such file changed while the
-        ends were read, the logs have no part of a batch that the files do not know.
+        The file of a sink decides a batch, and the logs publish it. If no such file changed while this read the ends,
+        the logs have no part of a batch that the files do not know.
         """
         for _ in range(TRIES_MAX):
             before = self._txn_heads()
@@ -160,7 +160,7 @@ class Origin:
 
     def read_segment_file(self, file: SegmentFile) -> bytes:
         """Read the committed bytes of a file, from the cold tier if it went there. Raise OriginGoneError if the
-        compactor has removed it: a newer snapshot does without it then. Raise OSError, EOFError.
+        compactor has removed it: then a newer snapshot does not list it. Raise OSError, EOFError.
         """
         path = os.path.join(self.data_dir, file.path)
         try:
@@ -184,7 +184,7 @@ class Origin:
         return found
 
     def _txn_heads(self) -> dict[str, bytes]:
-        """Return the path of each stage and sink with what tells whether it changed: a stage never does."""
+        """Return the path of each stage and sink with bytes that change when the file does: b"" for a stage."""
         heads: dict[str, bytes] = {}
         for directory, is_file in (
             (layout.stages_dir(self.data_dir), lambda name: stage_of_name(name) is not None),
@@ -206,7 +206,7 @@ class Origin:
     # -- logs
 
     def start(self, log: LogPlace, snapshot: Snapshot | None) -> LogStart:
-        """Return where a start begins to read this log."""
+        """Return where a start of the service begins to read this log. Raise OriginGoneError if that file is gone."""
         part = None if snapshot is None else snapshot.part_of(log.log_id)
         numbers = layout.list_log_files(self.fs, log.directory)
         if part is None and not numbers:
@@ -274,7 +274,7 @@ class Origin:
 
 
 class SegmentFile(NamedTuple):
-    """A file of a segment: `path` below the data directory, how much of it is committed, None for all of it."""
+    """A file of a segment: its `path` below the data directory and its committed length, None for the whole file."""
 
     path: str
     size_bytes: int | None
@@ -305,12 +305,12 @@ def listed_segments(snapshot: Snapshot) -> Iterator[ListedSegment]:
 
 
 def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: str) -> bytes | None:
-    """Return what the logs have behind these ends, for those who follow, as an encoded piece of no number; None if no
-    moment can be told now. Without any ends, say where the logs end.
+    """Return the bytes of the logs behind these ends for a follower, as an encoded piece without number; None if nobody
+    can tell a moment now. Without any ends, return a piece that only says where the logs end.
 
-    The piece `is_moment` if it has all of it. Its `txn` are the files of transactions at that moment, without their
-    bytes. Raise OriginGoneError if the logs do not go on from there (the archive does, or has another history), and
-    OSError.
+    The piece `is_moment` if it has all bytes up to the moment. Its `txn` lists the files of transactions at that
+    moment, without their bytes. Raise OriginGoneError if the logs do not go on from these ends (the follower then needs
+    the archive), and OSError.
     """
     found = origin.moment(origin.told)
     if found is None:

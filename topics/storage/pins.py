@@ -1,15 +1,15 @@
-"""Pins: segments whose files must stay because a program outside of the service reads them. A pin holds for a time, and
-no longer than the service runs.
+"""Pins keep the files of segments that a program outside of the service reads. A pin holds for a time, and no longer
+than the service runs.
 
     <ram dir>/pins/pin_<22 characters>.<frontend>      JSON of a `Pin`, replaced as a whole
 
-Any frontend may renew or end a pin: each writes a file of its own for it, and nobody writes another's. The pin holds up
-to the latest `until_ms` of its files, unless one of them has `ended`. Only the compactor unlinks segments, and it reads
-the pins before it does (`Pinned`).
+Any frontend may renew or end a pin. Each writes a file of its own for the pin, and nobody writes another's file. The
+pin holds up to the latest `until_ms` of its files, unless one of them has `ended`. Only the compactor unlinks segments,
+and it reads the pins before it does (`Pinned`).
 
-A file with `ended` stays while another frontend has a file of that pin, which would make it hold again.
+A file with `ended` stays as long as another frontend has a file of that pin: without it the pin would hold again.
 
-Times are those of the machine's monotonic clock, which all processes of the service share and no clock change moves.
+Times are on the machine's monotonic clock, which all processes of the service share and no clock change moves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def new_pin_id() -> str:
 
 
 def read_pinned(fs: FileSystem, directory: str, now_ms: int) -> Pinned:
-    """Return the segments that are pinned at `now_ms`, a time read before the call. Raise OSError."""
+    """Return the segments that are pinned at `now_ms`; the caller reads that time before the call. Raise OSError."""
     pinned: set[tuple[int, SegmentName]] = set()
     for pin in _read_all(fs, directory).values():
         if not pin.ended and pin.until_ms > now_ms:
@@ -82,14 +82,14 @@ class PinFiles:
         self._own: dict[str, Pin] | None = None
 
     def held(self, now_ms: int) -> int:
-        """Count the pins of this frontend that have not ended as far as it knows; remove those that are over."""
+        """Remove the pins of this frontend whose time is over; count the others that, as far as it knows, hold."""
         mine = self._mine()
         for pin_id in [pin_id for pin_id, pin in mine.items() if pin.until_ms <= now_ms]:
             self._remove(pin_id)
         return sum(not pin.ended for pin in mine.values())
 
     def remove_ended(self) -> None:
-        """Remove pins that were ended through other frontends, which `held` counts until then."""
+        """Remove this frontend's pins that were ended through another frontend: `held` still counts them."""
         mine = self._mine()
         for pin_id, frontend, path in _files(self._fs, self._directory):
             own = mine.get(pin_id)
@@ -108,7 +108,7 @@ class PinFiles:
         replace_file(self._fs, self._path(pin_id), _encode(pin))
         mine[pin_id] = pin
         if pin.ended:
-            # Of all pins that ended so far: there are never more such files than other frontends have pins.
+            # Look at all ended pins, so that such files never outnumber the pins that other frontends have.
             others = {of for of, frontend, _ in _files(self._fs, self._directory) if frontend != self._frontend}
             for needless in [of for of, own in mine.items() if own.ended and of not in others]:
                 self._remove(needless)

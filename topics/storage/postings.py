@@ -1,7 +1,7 @@
 """The tags of a sealed segment and the records of each, so that a delete by tag costs its matches (api §5).
 
-`seg-<20 digits>.tags` is written once, when the segment is sealed, also without tagged records. It has every record
-with a tag and a frame, deleted or not. Version 1; docs/storage-format.md has the order of the fields.
+The compactor writes `seg-<20 digits>.tags` once, when it seals the segment, even if no record has a tag. The file lists
+every record with a tag and a frame, deleted or not. Version 1; docs/storage-format.md has the order of the fields.
 
     magic      = "topicTAG"
     records    = the number of records in the segment, from first_seq on
@@ -35,7 +35,7 @@ HEADER: Final = Struct("<8sIIQIIII")
 BODY_AT: Final = HEADER.size + CHECKSUM.size
 _U32_LEN: Final = 4
 BLOCK_TAGS: Final = 128
-"""One tag in so many is kept in memory: with 10,000 of them in a segment, less than a byte a record."""
+"""A reader keeps one tag in this many in memory: less than a byte for each record of a segment with 10,000 tags."""
 
 
 class CorruptPostings(CorruptFile):
@@ -109,14 +109,15 @@ class Postings:
         if tag_count % BLOCK_TAGS:
             self._block_ends.append(text_len)
         self._firsts = [self._tag(number) for number in range(0, tag_count, BLOCK_TAGS)]
-        """First tag of each block: most files do not have the wanted tag, and one comparison tells."""
+        """First tag of each block; they tell where a wanted tag would be without a read of the file."""
 
     @classmethod
     def open(
         cls, directory: str, first_seq: int, records: int, version: int = 0, *, in_memory: bool = False
     ) -> Postings:
-        """Open the file of a segment of so many records. With hardly any memory, unless `in_memory`, parts of it are
-        read as needed, which may raise CorruptSegment. Raise FileNotFoundError if the segment is not sealed, OSError.
+        """Open the file of a segment with this many records. Unless `in_memory`, it keeps hardly anything in memory and
+        reads parts as needed, which may raise CorruptSegment. Raise FileNotFoundError if the segment is not sealed,
+        OSError.
         """
         path = layout.segment_tags_path(directory, first_seq, version)
         try:
@@ -131,7 +132,7 @@ class Postings:
         return postings
 
     def misplaced(self, directory: str, first_seq: int, records: int) -> str | None:
-        """Return why this is the file of another segment than that of so many records, None if it is not."""
+        """Return why this file belongs to another segment than the given one, None if it does not."""
         if (self.first_seq, self.records) != (first_seq, records):
             return f"is of {self.records} records from seq {self.first_seq}, not of {records} from {first_seq}"
         is_other = 0 not in (own := _topic_word(directory), self.topic) and own != self.topic
@@ -147,7 +148,7 @@ class Postings:
                 return []
         elif not is_in_block and not any(first.startswith(tag) for first in self._firsts[block + 1 : block + 2]):
             return []
-        # The text of a block may have the tag across two others, or inside one.
+        # The tag's bytes may also stand across two tags of the block's text, or inside a longer one.
         numbers = range(self._tag_count)
         low = max(0, block) * BLOCK_TAGS
         first = bisect_left(numbers, tag, lo=low, hi=min(self._tag_count, low + BLOCK_TAGS), key=self._tag)

@@ -1,26 +1,28 @@
-"""The reading of one log, after whatever ended its writer.
+"""Recovery: it reads one log at a start, however its writer ended, and repairs it.
 
 Recovery yields frames file by file in batches, in log order. It validates every frame, and yields complete writes only:
-a write of several frames whose last one is missing never happened. A log that cannot be read on has one of two things:
+a write of several frames whose last one is missing never happened. Where the valid frames end, it finds one of two
+things:
 
 - A torn tail: the write that was under way when the process or the machine stopped. Recovery cuts it off and reports
-  that.
-- Corruption: damage to bytes that had been written whole. Recovery refuses the log with the file, the offset and what
-  lies behind it, because a start would silently lose that.
+that.
+- Corruption: damage to bytes that had been written whole. Recovery refuses the log and names the file, the offset and
+the frames behind the damage, because a start would silently lose these.
 
-They differ as follows. A torn tail is in the active file and no valid frame follows it. After a power loss valid frames
-may follow, since pages reach the disk in any order, but then no sync came after the damaged place, and no SYNC_MARK
-vouches for it. A stopped process leaves no hole: without a boot of the machine since, a hole is corruption.
+It tells them apart as follows. A torn tail is in the active file. After the end of a process no valid frame follows a
+torn tail: a stopped process leaves no hole, so without a boot of the machine since, a hole is corruption. After a power
+loss valid frames may follow, because pages reach the disk in any order. Then the place had not been synced yet, so no
+SYNC_MARK vouches for it.
 
 Reading begins at `start`:
 
 - None: file 1. The log has all its files.
-- a WalPosition: a snapshot holds everything before it, and has been on the disk since. Files below it may be there or
-  not. The log must reach it: a snapshot that is newer than the log is refused.
-- "lowest": the first file there is. This is for a log that is trimmed without a snapshot because its files repeat
-  everything of earlier ones that still counts (the RAM log, `walshard/commit/log_trim.py`).
+- a WalPosition: a snapshot on the disk holds everything before it. Files below it may be there or not. The log must
+reach it: recovery refuses a log that is older than the snapshot.
+- "lowest": the first file there is. This is for a log that is trimmed without a snapshot, because its files repeat
+everything from earlier files that is still needed (the RAM log, `walshard/commit/log_trim.py`).
 
-Every step can be repeated after a crash in its middle. At the end everything that was yielded is on the disk.
+After a crash in the middle of any step, recovery can run again. At its end everything that it yielded is on the disk.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ from topics.storage.logfile import (
 
 BATCH_FRAMES: Final = 1024  # few enough to be freed while they are in the cache: a third faster than 8192
 FRAMING_TYPES: Final = bytes((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK))
-"""Types of the frames that are about the log, not about a topic."""
+"""Types of frames about the log itself, not about a topic."""
 
 Start = WalPosition | Literal["lowest"] | None
 
 
 class CorruptLog(RefusedLog):
-    """Damage that no crash explains. `.path` and `.offset` (bytes) say where, `.lost` what a start would lose."""
+    """Damage that no crash explains. `.path` and `.offset` (bytes) say where it is, `.lost` what a start would lose."""
 
     def __init__(self, path: str, offset: int, reason: str, lost: str) -> None:
         super().__init__(
@@ -72,8 +74,8 @@ class CorruptLog(RefusedLog):
 
 
 class RecoveredFile(NamedTuple):
-    """A batch of one file's frames, complete writes only; a file has several batches in a row. `buffer` is the whole
-    file, which the offsets in `frames` refer to.
+    """A batch of one file's frames, with complete writes only. Batches of one file come in a row. `buffer` is the whole
+    file; the offsets in `frames` are offsets in it.
     """
 
     file_no: int
@@ -103,9 +105,10 @@ class _Stop(NamedTuple):
 
 @dataclass(eq=False)
 class Recovery:
-    """The reading of one log from `start` on, with its repairs, by its only user. Iterate once for the batches; then
-    `end` (None if there is no log yet), `torn_bytes` and `report` are final. Iterating raises CorruptLog,
-    UnknownLogVersion, RefusedLog or OSError.
+    """Reads one log from `start` on and repairs it. Nobody else may use the log meanwhile.
+
+    Iterate once to get the batches. Then `end` (None if there is no log yet), `torn_bytes` and `report` are final.
+    Iterating raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
     """
 
     _fs: FileSystem
@@ -126,7 +129,7 @@ class Recovery:
 
     @property
     def has_end(self) -> bool:
-        """True if the log surely has everything that was committed, once it is read."""
+        """True if the log surely has everything that was committed; valid once the log is read."""
         end, committed = self.end, read_committed(self._fs, self._directory)
         return end is None or (committed is not None and committed <= WalPosition(end.file_no, end.offset))
 
@@ -167,7 +170,7 @@ class Recovery:
                 self._fs.unlink(os.path.join(self._directory, name))
 
     def _list_files(self) -> list[_File]:
-        """Return the files to read, in order; a list that ends early is corruption."""
+        """Return the files to read, in order. A missing or foreign file is corruption."""
         numbers = layout.list_log_files(self._fs, self._directory)
         self._read_current(numbers)
         last_no = max([0, self._current_file_no, *numbers])
@@ -272,7 +275,7 @@ class Recovery:
                 return _Stop(open_write[0][0] if open_write else offset, offset, sealed_at, defect, buffer)
 
     def _check_start(self, file: _File, buffer: bytes, limit: int, previous_end: int | None) -> int:
-        """Return the offset at which to begin. Raise RefusedLog or CorruptLog if no frame ever ended there."""
+        """Return the offset at which to begin. Raise RefusedLog or CorruptLog if no frame ends there."""
         position = self._position
         if position is None or file.file_no != position.file_no or position.offset <= file.data_offset:
             return file.data_offset
@@ -281,7 +284,7 @@ class Recovery:
             return limit  # the bytes between them were copied to the next file
         if scan(buffer, start, limit, limit=1).frames:
             return start
-        # The log may end exactly here: the frames before tell.
+        # The log may end exactly at `start`: read the frames before it to see whether one ends there.
         offset = file.data_offset
         defect: Defect | None = None
         while offset < min(start, limit) and defect is None:
@@ -300,7 +303,7 @@ class Recovery:
     # -- damage
 
     def _damage_in_finished(self, stop: _Stop, later: list[_File]) -> str | None:
-        """Return why a file that is followed by others is not as its writer left it; None if it may be."""
+        """Return why a finished file is damaged, None if it is not. Other files follow it, or it has a FILE_END."""
         if stop.kept_end < stop.offset:
             return "an incomplete write, though the log goes on in the next file"
         if stop.sealed_at is not None:
@@ -313,7 +316,7 @@ class Recovery:
         return f"{reason}, though {on_disk}"
 
     def _damage_in_active(self, file: _File, stop: _Stop) -> str | None:
-        """Return why the bytes behind the last frame are more than a torn tail; None if they are not."""
+        """Return why the bytes behind the last frame are corruption; None if they are nothing or a torn tail."""
         behind = survey(stop.buffer, stop.offset, file.file_no)
         if not behind.frames:
             return None
@@ -324,7 +327,7 @@ class Recovery:
         return None
 
     def _is_active(self, stop: _Stop, later: list[_File]) -> bool:
-        """True if the file was being written: only a blank spare may come after it."""
+        """True if this is the active file: it has no FILE_END, and at most a blank spare comes after it."""
         if stop.sealed_at is not None or not later:
             return stop.sealed_at is None
         spare = later[0]
@@ -353,7 +356,7 @@ class Recovery:
             why = stop.defect if stop.defect not in (None, Defect.EMPTY.value) else "an incomplete write"
             self.report.append(f"{file.path}: torn tail at offset {stop.kept_end}: {why}; dropped {torn_bytes} bytes")
         if previous is not None and stop.kept_end == file.data_offset:
-            # The writer stopped between the two files: the former may not be synced yet.
+            # The writer stopped just after it switched files: the previous one may not be synced yet.
             with opened(self._fs, previous.path, os.O_RDWR) as fd:
                 self._fs.fdatasync(fd)
         if self._current_file_no != file.file_no:
@@ -395,18 +398,18 @@ class Recovery:
 
 
 def _without_framing(frames: FrameColumns) -> tuple[FrameColumns, FrameTuple | None]:
-    """Return the frames of topics, and the FILE_START or FILE_END that ends them, if one does."""
+    """Return the frames about topics up to the first FILE_START or FILE_END, and that frame (None if there is none)."""
     ending = frames.find(FrameType.FILE_START, FrameType.FILE_END)
     return frames[:ending].without(FRAMING_TYPES), frames[ending] if ending < len(frames) else None
 
 
-# Type and flags of a frame; only an Append may have passed a cycle. The pattern is rare in JSON and absent in zeros, so
-# few places are scanned.
+# A valid type and valid flags of a frame; only an Append may have hops in its flags. The pattern is rare in JSON and
+# absent in zeros, so `survey` scans few places.
 _TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28\x30-\x32][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
 
 
 class Survey(NamedTuple):
-    """The valid frames behind a defect: they tell a torn tail from corruption."""
+    """The valid frames behind a defect. Recovery tells a torn tail from corruption by them."""
 
     frames: int
     records: int
@@ -436,7 +439,7 @@ def survey(buffer: bytes, start: int, file_no: int) -> Survey:
 
 
 def used_bytes(buffer: bytes, start: int) -> int:
-    """Count the bytes from `start` on that lie before the zeros at the end of the buffer."""
+    """Count the bytes from `start` on without the zeros at the end of the buffer."""
     if buffer.count(0, start) == len(buffer) - start:
         return 0
     return len(buffer[start:].rstrip(b"\0"))

@@ -1,7 +1,7 @@
-"""A change of the shard count: every topic's frames go, byte for byte, into the log of the shard that owns it now.
+"""Resharding: when the shard count changes, it copies each topic's frames, byte for byte, into its new owner's log.
 
-It runs before any shard does, as the only user of the logs. The new logs are written beside the old and swapped in, so
-that it may be killed at any step and repeated:
+It runs before any shard does, as the only user of the logs. It writes the new logs beside the old ones and then swaps
+them in. So a kill at any step does no harm, and the next start repeats the change:
 
     what exists              means                                   a repeated start
     wal                      complete                                -
@@ -9,20 +9,20 @@ that it may be killed at any step and repeated:
     wal.old, wal.new         half swapped                            renames wal.old back, copies again
     wal, wal.old             swapped                                 removes wal.old
 
-A new service begins here as well: with several shards, all their directories are made at once, and one that is missing
+A new service begins here as well: it makes the directories of all its shards at once, so a directory that is missing
 later is damage.
 
-With a snapshot (`Move`), only the frames behind its positions are copied: every new log, which begins with a file 1,
-follows the same snapshot with its topics at their new owners. Old and new logs differ in their random `log_id`, and a
-snapshot names those of its logs. So the steps need not be atomic together:
+With a snapshot (`Move`), resharding copies only the frames behind its positions. Each new log begins with a file 1 and
+goes on behind a new snapshot, which has the same topics at their new owners. Old and new logs differ in their random
+`log_id`, and a snapshot names the ids of its logs. So the steps need not be atomic together:
 
     1. the new logs are complete in wal.new, on the disk
     2. `before_swap` makes the snapshot of the new logs durable: the same topics, each at its new owner, every position
        (1, 0), the new log ids. The old snapshot stays
     3. the swap
-    4. a start takes the newest snapshot whose log ids are those of the logs in `wal`: after a crash before 3 the old
-       one, after it the new one. The next one that is made removes those of interrupted runs, which must not push out
-       the one that counts; nor is one of the old logs removed before the swap
+    4. a start takes the newest snapshot whose log ids are the ids of the logs in `wal`: the old snapshot after a crash
+    before step 3, else the new one. The next snapshot of the service removes those of interrupted runs. Until the
+    swap, no snapshot of the old logs is removed
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from topics.storage.wal import FILE_BYTES, WalWriter
 
 
 class _CreateName(msgspec.Struct):
-    """The part of a TOPIC_CREATE's body that resharding needs; `core.control_bodies` has all of it."""
+    """The part of a TOPIC_CREATE's body that resharding needs; `core.control_bodies` has the whole body."""
 
     name: str
 
@@ -55,8 +55,8 @@ class NewLog(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The part of a snapshot that `reshard` needs. Choose the snapshot after `finish_swap`: an interrupted run may have
-    left no `wal` to compare it with.
+    """The part of a snapshot that `reshard` needs. Choose the snapshot after `finish_swap`: before it, an interrupted
+    run may have left no `wal` with log ids to compare.
     """
 
     starts: Mapping[str, WalPosition]
@@ -66,7 +66,7 @@ class Move(NamedTuple):
     deleted_ids: Collection[int] = ()
     """Topics that are deleted in the snapshot."""
     before_swap: Callable[[list[NewLog]], None] = lambda _new_logs: None
-    """Function to call with all new logs once they are on the disk."""
+    """Callback that `reshard` calls with all new logs once they are on the disk, before the swap."""
 
 
 class _OldLog(NamedTuple):
@@ -91,7 +91,7 @@ def needs_reshard(fs: FileSystem, data_dir: str, shards: int) -> bool:
     try:
         return any(_shards_of(fs, group) not in (None, shards) for group in groups)
     except (NotALogFile, RefusedLog):
-        return False  # the shard's own recovery says exactly what is wrong
+        return False  # an unreadable log: the shard's own recovery names the fault exactly
 
 
 def reshard(
@@ -109,7 +109,7 @@ def reshard(
     """Bring the logs into the layout of `shards` shards, and return lines for the operator. `owner` returns the shard
     of a topic name, `progress` gets the share that is done, 0 to 1, and `move` comes from the snapshot if there is one.
 
-    Raise RefusedLog and its kinds, OSError, WalWriteError or WalSyncError; the old logs are in force then.
+    If this raises RefusedLog (or a subclass), OSError, WalWriteError or WalSyncError, the old logs still count.
     """
     root = layout.wal_dir(data_dir)
     new_root = os.path.join(data_dir, layout.NEW_WAL_NAME)
@@ -165,25 +165,25 @@ class _Copy:
         self._owner = owner
         self._file_bytes = file_bytes
         self._owners: dict[int, int | None] = {0: 0}
-        """Shards by topic id; None for a deleted topic, whose frames are dropped; shard 0 for frames of routers."""
+        """Shards by topic id. None: the topic is deleted, and its frames are dropped. Id 0: routers, at shard 0."""
         self._writers: dict[int, WalWriter] = {}
         for shard in range(shards):
             make_dirs(fs, layout.group_dir_in(root, shard, shards))
 
     def add_topics(self, topic_names: Mapping[int, str], deleted_ids: Collection[int]) -> None:
-        """Add topics whose creation will not be copied. The log may have frames of a topic that is deleted in the
-        snapshot: the compactor gets to know a deletion from the shard before it reads the frame.
+        """Add the topics of the snapshot, whose TOPIC_CREATE is not copied. The copied frames may belong to a topic
+        that the snapshot has as deleted: the shard tells the compactor of a deletion before that has read the frame.
         """
         self._owners |= dict.fromkeys(deleted_ids)
         for topic_id, name in topic_names.items():
             self._owners[topic_id] = self._owner(name)
 
     def all_logs(self) -> list[NewLog]:
-        """Return the log of every shard, made if nothing was copied into it: a snapshot goes on in each."""
+        """Return the log of every shard. Make logs that got no frame: the snapshot goes on in a log of each shard."""
         return [NewLog(shard, self._writer(shard).log_id) for shard in range(self._shards)]
 
     def add(self, batch: RecoveredFile) -> None:
-        """Copy complete writes; neighbours that go to the same shard are copied as one piece."""
+        """Copy complete writes. Copy neighbours that go to the same shard as one piece."""
         runs: list[tuple[int | None, int, int]] = []
         """(shard or None, start, end) of neighbours."""
         write_start: int | None = None
@@ -289,7 +289,7 @@ def finish_swap(fs: FileSystem, data_dir: str) -> list[str]:
 
 
 def _remove_old(fs: FileSystem, data_dir: str) -> list[str]:
-    """Remove `wal.old`, but never a file that is not part of a log: rename the directory then, and say so."""
+    """Remove `wal.old`. If it has a file that is not part of a log, rename it instead and say so."""
     old_root = os.path.join(data_dir, layout.OLD_WAL_NAME)
     _remove_logs(fs, old_root)
     if not fs.exists(old_root):

@@ -1,4 +1,4 @@
-"""The segment, a run of one topic's records moved out of the log: its format, its committed bytes, and its columns.
+"""A segment is a run of one topic's records that the compactor moved out of the log. This module owns its format.
 
 A segment has two files, named by the first seq. Other modules take the offsets from here. All integers are
 little-endian.
@@ -29,10 +29,10 @@ log (`frame.py`) without type and topic_id, and with a byte behind it:
     A record that was deleted or lost before it was moved has no frame: len 0, flags exactly 2 (offset 0) or 32 (offset
     is the reason, `core.floors.EvictReason`).
 
-Neither file has a header: their version is that of the log's CHECKPOINT_MARK and of the snapshot. These alone say that
-a segment exists and how many of its entries are committed. Bytes behind the committed entries were being written when
-the writer stopped. The only committed bytes that change are `del` and the deleted flag. `del` changes first, so that
-between the two the index is behind the data, never before it.
+Neither file has a header. The version of the format is in the log's CHECKPOINT_MARK and in the snapshot. These alone
+say that a segment exists and how many of its entries are committed; bytes behind the committed entries are left over
+from a writer that was stopped. The only committed bytes that change are `del` and the deleted flag. `del` changes
+first, so a crash between the two leaves the index behind the data, never ahead of it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCAT
 
 
 class CorruptFile(Exception):  # noqa: N818 — named for what it is
-    """A file is not what was written. `.path` and `.offset` (bytes) say where."""
+    """A file does not have the bytes that were written. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(
@@ -101,7 +101,7 @@ class CorruptSegment(CorruptFile):
 
 
 def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
-    """Return the entries (`core/location.py`) in a piece of an index that begins with that of `first_seq`."""
+    """Return the entries (`core/location.py`) in a piece of an index whose first entry is of `first_seq`."""
     halves = array("I")
     halves.frombytes(part)
     count = len(halves) * 4 // ENTRY_LEN
@@ -133,12 +133,12 @@ def pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) ->
 class CommittedFile:
     """The committed bytes of one of a segment's files; slices of it are `bytes`.
 
-    Bytes are read when they are wanted, never mapped. If a file was cut in place, or the disk has a bad sector, a read
-    raises an error that can be reported; a map would end the process (SIGBUS), again at every start that reads there.
-    Reading costs half a microsecond more than a slice of a map (docs/decisions/0008).
+    Each slice reads the file, which is not mapped. If somebody cut the file, or the disk has a bad sector, a read
+    raises an error that can be reported. A map would kill the process (SIGBUS), again at every start that reads there.
+    A read costs half a microsecond more than a slice of a map (docs/decisions/0008).
 
-    The file may be unlinked meanwhile, and bytes behind the committed ones may change. It stays open as long as this
-    object lives.
+    It keeps the file open as long as it lives, so the file may be unlinked meanwhile. Bytes behind the committed ones
+    may change.
     """
 
     __slots__ = ("_fd", "_identity", "_len_bytes", "path")
@@ -156,7 +156,7 @@ class CommittedFile:
 
     @classmethod
     def whole(cls, path: str) -> CommittedFile:
-        """Open all of a file that is written once."""
+        """Open a file that was written once, with all of its bytes."""
         return cls(path, os.stat(path).st_size)
 
     def __del__(self) -> None:
@@ -204,9 +204,9 @@ _TS_AT: Final = 8
 
 
 class Columns(NamedTuple):
-    """Index entries of consecutive seqs as columns, for readers that serve pages: one record at a time costs Python
-    more than the disk does, so a few calls check a whole run of frames. A record without a frame has length 0; the
-    offset of a lost one is the reason (`core.floors.EvictReason`).
+    """Index entries of consecutive seqs as columns, for readers that serve pages. Handling one record at a time costs
+    more than the disk does, so a few calls check a whole run of frames. A record without a frame has length 0. The
+    offset of a lost record is the reason of the loss (`core.floors.EvictReason`).
     """
 
     ts: list[int]
@@ -237,13 +237,13 @@ def read_columns(idx: Content, first: int, count: int) -> Columns:
         memoryview(ts).cast("B").cast("Q").tolist(),
         halves[0::ENTRY_U32].tolist(),
         halves[1::ENTRY_U32].tolist(),
-        # With the padding, which is zeros: with other bytes there the flags differ from those of the frame.
+        # This word is flags and padding. Padding other than zeros makes flags that differ from the frame's.
         halves[4::ENTRY_U32].tolist(),
     )
 
 
 def index_digest(idx: Content) -> int:
-    """Return XXH3-64 over offset, len and ts of all entries in order: the 16 bytes of each that no deletion changes."""
+    """Return XXH3-64 over offset, len and ts of all entries in order: the bytes that deletions never change."""
     halves = array("I")
     halves.frombytes(idx[:])
     del halves[4::ENTRY_U32]
@@ -282,8 +282,8 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
 
 
 def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_seq: int, marked: bool = False) -> None:
-    """Check an index, and every live frame in `data`; if frames are `marked`, deleted ones, too. Raise CorruptSegment,
-    with `data_path` for a frame.
+    """Check an index and every live frame in `data`. If `marked` (deletions are marked in frames), check deleted frames
+    too. Raise CorruptSegment, with `data_path` for a frame.
     """
     count = len(idx) // ENTRY_LEN
     columns = read_columns(idx, 0, count)
@@ -306,7 +306,7 @@ def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_s
 
 
 def _unmarked(buffer: bytes, first_seq: int, columns: Columns, starts: list[int]) -> int | None:
-    """Return the first record that is deleted by its entry alone, though its frame is whole and so could be marked."""
+    """Return the first record that only the index has as deleted, though its frame is whole and could be marked."""
     for number, (flags, length) in enumerate(zip(columns.flags, columns.lengths, strict=True)):
         if flags & LOCATION_DELETED and length and not buffer[starts[number] + length - 1]:
             alive = columns.part(number, number + 1)._replace(flags=[flags & ~LOCATION_DELETED])
@@ -332,11 +332,11 @@ def entry_defect(offset: int, length: int, flags: int) -> str | None:
 def check_frames(
     path: str, buffer: Content, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
 ) -> list[int]:
-    """Check that live records have the frames that the index says, whole and unchanged. Raise CorruptSegment for
+    """Check that each live record has the frame that the index gives, whole and unchanged. Raise CorruptSegment for
     `path`. `starts` are the frames' places in `buffer`, which begins at `base` in the file.
 
-    Return the seqs whose frames are marked deleted though their entries are not: the index is behind, or an older one.
-    frame_len is not checked: the checksum vouches for the length in the index.
+    Return the seqs whose frames are marked deleted but whose entries are not: the index is behind, or an older copy. It
+    does not check frame_len: the checksum vouches for the length in the index.
     """
     ts, _, lengths, flags = columns
     seqs: Sequence[int] = range(first_seq, first_seq + len(ts))

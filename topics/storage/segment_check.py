@@ -1,4 +1,4 @@
-"""The offline check of segments: file against file, and against what log and snapshot say of them (`verify.py`)."""
+"""The offline check of segments. It compares their files with each other, and with log and snapshot (`verify.py`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FileKind(StrEnum):
 
 
 class DamageFinding(msgspec.Struct, frozen=True):
-    """One damage; `path` is not as it should be from `offset` (bytes) on."""
+    """One damage: the file `path` is wrong from `offset` (bytes) on."""
 
     kind: FileKind
     path: str
@@ -41,7 +41,7 @@ class DamageFinding(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """Everything that the check found, and the numbers of things that it read."""
+    """All findings of the check, and counts of what it read."""
 
     data_dir: str
     damage: list[DamageFinding] = []
@@ -53,7 +53,7 @@ class Report(msgspec.Struct):
     snapshots: int = 0
 
     def damaged(self, kind: FileKind, path: str, reason: str, offset: int = 0) -> None:
-        """Report committed bytes that are not as they were written."""
+        """Report committed bytes that differ from what was written."""
         self.damage.append(DamageFinding(kind, path, offset, reason))
 
     def unreadable(self, error: OSError, path: str) -> None:
@@ -65,12 +65,12 @@ class Report(msgspec.Struct):
         self.damaged(kind, path, "the file is missing")
 
     def note(self, line: str) -> None:
-        """Note something that the next start cuts off, or that nothing needs."""
+        """Note something harmless: the next start cuts it off, or nobody needs it."""
         self.notes.append(line)
 
 
 class SegmentCheck:
-    """Checks segments. `cold` has the data of cold segments; those that it does not have are not checked."""
+    """Checks segments. `cold` has the data of cold segments; data that it lacks are not checked."""
 
     def __init__(self, fs: FileSystem, cold: ColdSource | None, report: Report) -> None:
         self._fs = fs
@@ -80,9 +80,8 @@ class SegmentCheck:
     def listed(
         self, topic_id: int, directory: str, info: SegmentInfo, earliest_seq: int, deleted: Sequence[int]
     ) -> int:
-        """Check a segment that log or snapshot list. `deleted` are seqs (ascending) that the log has deleted and the
-        segment may not have marked yet. Return the number of its records that live from `earliest_seq` on, 0 if its
-        index cannot be read.
+        """Check a segment that log or snapshot list. `deleted` are deleted seqs (ascending) that the segment may not
+        have marked yet. Return the number of its live records from `earliest_seq` on, 0 if its index cannot be read.
         """
         self._report.segments += 1
         try:
@@ -95,7 +94,7 @@ class SegmentCheck:
         return 0
 
     def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, deleted: Sequence[int]) -> bytes | None:
-        """Check the segment and return its index, as far as it is committed; None if that is too short."""
+        """Check the segment and return the committed bytes of its index; None if the index is too short."""
         name = (info.first_seq, info.version)
         is_sealed = bool(info.flags & SEALED)
         idx_path = layout.segment_idx_path(directory, *name)
@@ -126,8 +125,8 @@ class SegmentCheck:
         return idx
 
     def _data_places(self, topic_id: int, directory: str, info: SegmentInfo) -> list[tuple[str, str | None]]:
-        """Return where its data must be right, each with its name if the cold tier has it; just after it became cold
-        these are two places.
+        """Return (path, name in the cold tier or None) of each place that must have the segment's data. Just after the
+        segment became cold there are two such places.
         """
         name = (info.first_seq, info.version)
         hot_path = layout.segment_data_path(directory, *name)
@@ -151,8 +150,8 @@ class SegmentCheck:
         unmarked: Container[int] | None,
         reported: set[tuple[str, int]],
     ) -> SegmentReader | None:
-        """Check the data at one place; return the segment with them, None if they are damaged. `reported` has the
-        damage of its index that is reported already.
+        """Check the data at one place. Return a reader of the segment with these data, None if they are damaged.
+        `reported` has the damage of the index that is reported already.
         """
         try:
             data = self._committed(path, info.data_bytes, "of this segment", bool(info.flags & SEALED), name_in_cold)
@@ -176,7 +175,7 @@ class SegmentCheck:
         return reader if whole else None
 
     def _copies(self, cold: ColdSource, topic_id: int, directory: str, name: tuple[int, int], idx: bytes) -> None:
-        """Compare the copies beside cold data with their originals, where alone deletions are marked."""
+        """Compare index and tags in the cold tier with the originals here; only these have deletion marks."""
         tags_name, idx_name, _ = layout.object_names(topic_id, *name)
         for kind, in_cold, original_path in (
             (FileKind.SEGMENT, idx_name, layout.segment_idx_path(directory, *name)),
@@ -218,7 +217,7 @@ class SegmentCheck:
         return content[:length]
 
     def unlisted(self, directory: str) -> None:
-        """Check all segments of a topic for which nothing says how much is committed: each must be whole."""
+        """Check all segments of a topic when neither log nor snapshot gives committed lengths: each must be whole."""
         for name, parts in layout.discover_segments(self._fs, directory).items():
             self._report.segments += 1
             try:
@@ -267,7 +266,7 @@ def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int])
 
 
 def _first_difference(copy: bytes, original: bytes, is_idx: bool) -> int | None:
-    """Return the offset at which a copy differs from its original, where records may be deleted since."""
+    """Return the first offset at which a copy differs from its original; marks of later deletions do not count."""
     if copy == original:
         return None
     for at, (copied, there) in enumerate(zip(copy, original, strict=False)):

@@ -1,7 +1,7 @@
 """The conversion of log frames (`frame.py`) into segment frames and their index entries (`segment.py`).
 
-Records of one length that follow each other in their topic are gathered into a table, and whole columns of it are
-moved. A record of another length is cut out by itself.
+`convert` gathers consecutive records of one length into a table and moves whole columns of it. It cuts out any other
+record by itself.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _IDENTITY_IN_BODY: Final = slice(_SEQ_IN_BODY - 8, _SEQ_IN_BODY + 8)
 
 
 def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_bytes: int) -> tuple[bytes, bytes]:
-    """Return (segment frames, to be written at `data_bytes`; their index entries) of log frames, of which each is
-    checked. Raise ValueError if the log has other frames than the entries say, or damaged ones.
+    """Check log frames and return (segment frames, index entries) for them; the caller writes the frames at
+    `data_bytes`. Raise ValueError if the log has other frames than `entries` say, or damaged ones.
     """
     count = len(entries) // ENTRY_WORDS
     packed = entries.tobytes()
@@ -89,7 +89,7 @@ def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_
 
 
 def _steps(first: int, step: int, count: int) -> array[int]:
-    """Return `count` numbers (u32) from `first` on: as one number, for a range costs an object each."""
+    """Return `count` numbers (u32) from `first` on, computed as one large number: a range makes an object each."""
     whole = _ones(count) * first + _naturals(count) * step
     return array("I", whole.to_bytes(4 * count, "little"))
 
@@ -107,7 +107,7 @@ def _naturals(count: int) -> int:
 def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tuple[bytes, array[int]]:
     """Return the frames of live records back to back, and the length of each."""
     if isinstance(buffer, memoryview) and isinstance(buffer.obj, bytes) and buffer.nbytes == len(buffer.obj):
-        buffer = buffer.obj  # its slices cost half
+        buffer = buffer.obj  # slices of the object itself cost half
     seqs, offsets, total_lens = entries[0::ENTRY_WORDS], offsets_of(entries), lengths_of(entries)
     parts: list[bytes] = []
     loose = 0
@@ -128,7 +128,7 @@ def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tu
 
 
 def _tables(lengths: array[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, behind) of stretches of records of one length that are long enough."""
+    """Yield (first, behind) of stretches of records of one length that are long enough for a table."""
     count = len(lengths)
     first = 0
     while first < count:
@@ -150,7 +150,7 @@ def _are_alike(lengths: array[int], first: int, behind: int) -> bool:
 
 def _next_table(lengths: array[int], start: int) -> int:
     """Return the number of the first record from `start` on that may begin a table, their count if none may."""
-    # Wherever a table begins, it has a whole block of half its least size in it.
+    # Any table of the least size contains a whole aligned block of half that size: look only at such blocks.
     block = _TABLE_ROWS_MIN // 2
     at = -(-start // block) * block
     count = len(lengths)
@@ -164,17 +164,17 @@ def _next_table(lengths: array[int], start: int) -> int:
 
 
 def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) -> bytearray:
-    """Copy log frames of one length into one buffer; those of a batch lie back to back.
+    """Copy log frames of one length into one buffer. Frames of one batch lie back to back and are copied at once.
 
-    In the order of the log the last offset of a stretch tells that all between lie back to back. In any other order
-    this may gather other frames.
+    If offsets ascend, the first and the last offset of a stretch tell whether all between lie back to back. If they do
+    not ascend, this may gather wrong frames.
     """
     pieces: list[Bytes] = []
     rows = len(offsets)
     at, guess, short = 0, rows, 0
     while at < rows and short < _SHORT_MAX:
         offset = offsets[at]
-        # As many as the last time (batches of one size), else search.
+        # Try the length of the last stretch (batches often have one size), else search.
         behind = min(at + guess, rows)
         if offsets[behind - 1] != offset + (behind - 1 - at) * total_len or (
             behind < rows and offsets[behind] == offset + (behind - at) * total_len
@@ -191,7 +191,7 @@ def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) ->
 
 
 class _Columns(NamedTuple):
-    """Structs for a table of log frames once its columns are moved: `bodies` unpacks the hashed bytes of each, and
+    """Structs for a table of log frames after its columns were moved: `bodies` unpacks the hashed bytes of each frame,
     `frames` the segment's frames.
     """
 
@@ -213,8 +213,10 @@ def _columns_of(total_len: int, rows: int) -> _Columns:
 
 
 def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int) -> bytes | None:
-    """Convert log frames of one length in place: a segment frame begins in the topic id of its log frame, its flags are
-    where that ended, and its `del` is the first byte of the next log frame. None if they are others, or damaged.
+    """Convert log frames of one length in place. Return None if a frame is damaged or not the expected one.
+
+    A segment frame begins inside the topic id of its log frame. Its flags stand where the topic id ended, and its `del`
+    is the first byte of the next log frame.
     """
     rows = len(seqs)
     if len(table) != rows * total_len or total_len < OVERHEAD_LEN:
@@ -271,7 +273,7 @@ def _one_by_one(
 
 
 def _less(lengths: array[int], extra: int) -> array[int]:
-    """Return lengths (u32), each less by `extra`, which none is below: one subtraction of all of them as one number."""
+    """Return lengths (u32), each less by `extra`, by one subtraction of large numbers. None may be below `extra`."""
     size_bytes = 4 * len(lengths)
     fewer = int.from_bytes(lengths, "little") - _ones(len(lengths)) * extra
     return array("I", fewer.to_bytes(size_bytes, "little"))

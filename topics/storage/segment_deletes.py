@@ -1,9 +1,9 @@
 """The deletion marks of a segment's records: `del` in the frame, then the flag in the index (`segment.py`).
 
 These are the only bytes of committed records that ever change. The shard writes them; the compactor writes everything
-else of a segment. A record is deleted if either mark says so, but readers use only the flag. A segment in the cold tier
-has only its index here, because an object store could not change a byte in place, and one with damaged or missing
-`.data` has only the flag left. `del` is for an index that is not what was written.
+else of a segment. A record is deleted if either mark says so, but readers use only the flag. A cold segment has only
+the flag, because an object store cannot change a byte in place. So has a segment whose `.data` are damaged or missing.
+`del` is there for the case that the index is damaged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IDENTITY: Final = Struct("<IxQ")
 """Length and seq in a frame's first 13 bytes."""
 _WINDOW_BYTES: Final = 1 << 18
 _GAP_BYTES_MAX: Final = 8 << 10
-"""The widest gap between frames that are read together: reading it costs less than another call."""
+"""The widest gap between frames that are read together: reading the gap costs less than another call."""
 _PAGE_BYTES: Final = 4096
 
 
@@ -49,11 +49,11 @@ class _Frame(NamedTuple):
 def mark_deleted(
     fs: FileSystem, directory: str, first_seq: int, seqs: Sequence[int], version: int = 0, *, cold: bool = False
 ) -> OSError | CorruptSegment | None:
-    """Mark committed records of one segment deleted, in the frames first, then in the index; may be repeated.
+    """Mark committed records of one segment deleted, first in the frames, then in the index. It may be repeated.
 
-    `seqs` ascend; deleted and lost ones are skipped. Return the reason if not all frames could be marked: the index
-    has all of `seqs` nevertheless. Raise CorruptSegment and OSError if the index cannot be marked. Nothing is written
-    where the frame is not the expected one; `sync_segment` makes the marks durable.
+    `seqs` ascend; deleted and lost ones are skipped. If it cannot mark all frames, it marks all of `seqs` in the index
+    and returns the reason. Raise CorruptSegment and OSError if the index cannot be marked. It writes nothing into a
+    frame that is not the expected one. `sync_segment` makes the marks durable.
     """
     if not seqs:
         return None
@@ -108,10 +108,10 @@ def _windows(frames: list[_Frame]) -> Iterator[list[_Frame]]:
 
 
 def _mark_together(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> None:
-    """Mark all frames. Raise OSError or CorruptSegment; any of them may be marked then.
+    """Mark all frames. If this raises OSError or CorruptSegment, some of them may be marked.
 
-    Marks within a page of each other are written with the bytes between them. These are committed, so nobody changes
-    them, and no additional page is written.
+    It writes marks in one page together with the bytes between them. Nobody else changes these committed bytes, and no
+    additional page is written.
     """
     base = frames[0].offset
     if min(frame.length for frame in frames) < HEADER_LEN:
@@ -148,7 +148,7 @@ def _mark_each(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OSEr
 
 
 def sync_segment(fs: FileSystem, directory: str, first_seq: int, version: int = 0, *, cold: bool = False) -> None:
-    """Put the marks of `mark_deleted` onto the disk; a missing file has none. Raise OSError."""
+    """Sync the marks of `mark_deleted` to the disk. Skip a missing file: it has no marks. Raise OSError."""
     paths = [layout.segment_idx_path(directory, first_seq, version)]
     if not cold:
         paths.insert(0, layout.segment_data_path(directory, first_seq, version))

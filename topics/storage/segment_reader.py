@@ -1,5 +1,5 @@
-"""One segment, record by record, for code that checks it, searches its tags or rewrites it. Readers that serve pages
-take many records at a time (`segment.py`, which also has the format).
+"""A reader of one segment, record by record, for code that checks it, searches its tags or rewrites it. Readers that
+serve pages take many records at a time (`segment.py`, which also has the format).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from topics.storage.segment import (
 
 _FLAGS_AT: Final = 4
 _PAD_AT: Final = 17
-_WINDOW_BYTES: Final = 1 << 16  # in the cache, and more would be new pages each time
+_WINDOW_BYTES: Final = 1 << 16  # fits the cache; a larger buffer would be new pages each time
 
 
 class SegmentFrame(NamedTuple):
@@ -48,9 +48,9 @@ class SegmentFrame(NamedTuple):
 
 
 class SegmentReader:
-    """The committed part of a segment: `idx` and `data` are the bytes of both files, in memory or to be read.
+    """The committed part of a segment: `idx` and `data` are the bytes of both files, in memory or read when needed.
 
-    Immutable but for the two marks of a deletion, so it may be used while the segment is appended to.
+    Only deletion marks ever change in it, so it may be used while the compactor appends to the segment.
     """
 
     def __init__(self, directory: str, first_seq: int, idx: Content, data: Content, version: int = 0) -> None:
@@ -63,8 +63,9 @@ class SegmentReader:
 
     @classmethod
     def open(cls, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0) -> SegmentReader:
-        """Open a segment of so many committed records; its files may be unlinked afterwards. Raise FileNotFoundError,
-        OSError, and CorruptSegment if the files are shorter. Every method that reads raises CorruptSegment.
+        """Open a segment with `records` committed records; its files may be unlinked afterwards. Raise
+        FileNotFoundError, OSError, and CorruptSegment if the files are shorter. Any method that reads may raise
+        CorruptSegment.
         """
         idx = CommittedFile(layout.segment_idx_path(directory, first_seq, version), records * ENTRY_LEN)
         data = CommittedFile(layout.segment_data_path(directory, first_seq, version), data_bytes)
@@ -75,7 +76,7 @@ class SegmentReader:
         return self.first_seq + self.records - 1
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Return entries (`core/location.py`) without file_no. `len` is that of the frame here, 0 without one."""
+        """Return entries (`core/location.py`) without file_no. `len` is the segment frame's, 0 without one."""
         assert self.first_seq <= first_seq
         assert last_seq <= self.last_seq
         start = (first_seq - self.first_seq) * ENTRY_LEN
@@ -124,8 +125,8 @@ class SegmentReader:
             yield seq, window[start : start + tag_len]
 
     def damage(self, unmarked: Container[int] | None, *, has_data: bool = True) -> Iterator[CorruptSegment]:
-        """Yield everything that is wrong with it: every entry and, if it `has_data`, every frame, and any other bytes.
-        `unmarked` are seqs that the log has deleted, which may not be marked here yet; None: frames have no marks.
+        """Yield all damage: in every entry and, if the segment `has_data` here, in every frame and the bytes between.
+        `unmarked` are deleted seqs that may not be marked here yet; None means that frames have no marks at all.
         """
         if len(self._idx) % ENTRY_LEN:
             yield CorruptSegment(self.idx_path, self.records * ENTRY_LEN, "the file ends inside an entry")

@@ -1,9 +1,9 @@
-"""The seam to objects outside of the data directory, in a folder or a bucket (`bucket_store.py`): sealed segments, and
-the archive (`archive_objects.py`). Nothing above this seam knows which.
+"""The seam to objects outside of the data directory: sealed segments and the archive (`archive_objects.py`). They are
+in a folder or in a bucket (`bucket_store.py`), and nothing above this seam knows in which.
 
 An object is written once, as a whole, under a name of two parts (a segment's is `<topic id, 16 hex>/<file name>`), and
-never changes. Calls block, and may take long or fail, as slow disks and networks do: only the compactor, the archiver
-and threads of their own make them, never an event loop.
+never changes. Calls block, and slow disks and networks make them long or let them fail. So only the compactor, the
+archiver and dedicated threads make such calls, never an event loop.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WHOLE_OBJECT_MS: Final = 300_000
 """Time-out of a request to a bucket that may carry a whole segment."""
 DRAFT_S: Final = 86_400
 MOUNT: Final = "mount its disk or restore it"
-"""The way out where a folder is missing in which something is, and must be."""
+"""The advice in an error about a missing folder that must have objects."""
 
 
 class SegmentSource(Protocol):
-    """The calls of who only reads. They raise OSError (FileNotFoundError for a missing object); a failed one may be
-    repeated.
+    """The calls that only read. They raise OSError (FileNotFoundError for a missing object). The caller may repeat a
+    failed call.
     """
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
@@ -46,7 +46,7 @@ class SegmentSource(Protocol):
 
 
 class SegmentStore(SegmentSource, Protocol):
-    """All calls. Those of this class raise OSError, too, and a failed one may be repeated."""
+    """All calls, also those that write. They raise OSError, and the caller may repeat a failed call."""
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         """Make or replace the object. It is durable when this returns, and never there in part, even after a kill."""
@@ -55,7 +55,7 @@ class SegmentStore(SegmentSource, Protocol):
         """Remove the object durably, if there is one."""
 
     def list(self, prefix: str) -> list[str]:
-        """Return the names of all objects that begin with `prefix`, ascending, without those that are being made."""
+        """Return the names of all objects that begin with `prefix`, ascending, without unfinished ones."""
 
 
 def open_store(
@@ -67,8 +67,8 @@ def open_store(
     new: bool = True,
     owner: Callable[[], str] | None = None,
 ) -> SegmentStore:
-    """Return the store of the segments in `place`, a directory or a bucket's URL. It is opened by its first call.
-    `timeout_ms` bounds a request to a bucket, `owner` is the `BucketStore`'s; `LocalStore` explains the others.
+    """Return the store of the segments in `place`, a directory or a bucket's URL. The first call opens it. `timeout_ms`
+    bounds a request to a bucket. `BucketStore` explains `owner`, `LocalStore` the others.
     """
     if "://" in place:
         return BucketStore(f"{place.rstrip('/')}/{os.path.basename(layout.topics_dir(place))}", timeout_ms, owner)
@@ -76,11 +76,12 @@ def open_store(
 
 
 class LocalStore:
-    """A folder, on whatever file system is mounted there. It must not be the folder `apart_from` under another name:
-    after a `put` the caller removes the file that the object was made of.
+    """A store in a folder, on whatever file system is mounted there. It must not be the folder `apart_from` under
+    another name: after a `put` the caller removes the file that the object was made of.
 
-    `new` says that it has no objects yet, so the first `put` makes the folder. Once it was seen, or if it should have
-    some, a missing folder is an error with `way_out`: its disk may not be mounted. A `put` would write to another one.
+    `new` says that the store has no objects yet, so the first `put` makes the folder. If it is not `new`, or once it
+    was seen, a missing folder is an error with `way_out`: its disk may not be mounted, and a `put` would write to
+    another disk.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class LocalStore:
         self._sync_directories(os.path.dirname(path))
 
     def create(self, name: str, content: Bytes) -> bool:
-        """Make the object durably. Return False, and leave it alone, if there is one already. It takes no lock: one who
-        stands still while it makes an object holds up nobody.
+        """Make the object durably. Return False, and leave it alone, if there is one already. This takes no lock, so a
+        process that is stopped in the middle holds up nobody.
         """
         path, own = self._path(name), f"{secrets.token_hex(8)}{TMP_SUFFIX}"
         try:
             return self._create(path, self._path(f"drafts/{own}"), content)
-        except PermissionError:  # the drafts are another user's
+        except PermissionError:  # the folder of drafts belongs to another user
             return self._create(path, f"{path}.{own}", content)
 
     def _create(self, path: str, draft: str, content: Bytes) -> bool:
@@ -121,20 +122,20 @@ class LocalStore:
         try:
             with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
-                _give(fd, os.path.dirname(path))  # before it has its name, which might be another file's by then
+                _give(fd, os.path.dirname(path))  # before the file gets its name: later another file might have it
                 self._fs.fdatasync(fd)
             if os.path.dirname(draft) != os.path.dirname(path):
                 self._remove_old_drafts(draft)
             try:
-                self._fs.link(draft, path)  # of two that make the same object one is first
-            except FileNotFoundError:  # a `delete` has removed the directory, which was empty
+                self._fs.link(draft, path)  # if two processes make the same object, only the first one succeeds
+            except FileNotFoundError:  # a `delete` has just removed the empty directory
                 self._make_directory(os.path.dirname(path))
                 self._fs.link(draft, path)
         except FileExistsError:
             return False
         except OSError as error:
             if error.filename == draft:
-                error.filename = path  # each draft has another name: who logs it once compares
+                error.filename = path  # the same for every draft, so that a caller can log a repeated error once
             raise
         finally:
             with suppress(OSError):
@@ -166,7 +167,7 @@ class LocalStore:
         return is_there
 
     def _remove_old_drafts(self, draft: str) -> None:
-        """Remove what a `create` that was killed a day ago has left; one that only stood still fails then."""
+        """Remove drafts of `create` calls that were killed a day ago. A call that was only stopped then fails."""
         directory, made_s = os.path.dirname(draft), os.stat(draft).st_mtime
         for name in os.listdir(directory):
             with suppress(OSError):
@@ -237,15 +238,15 @@ class LocalStore:
 
 
 def _is_found(fs: FileSystem, path: str) -> bool:
-    """Return whether there is something. Raise OSError if nobody can tell."""
+    """Return whether the path exists. Raise OSError if nobody can tell."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return fs.exists(path) or bool(os.stat(path))
     return False
 
 
 def _give(made: str | int, folder: str) -> None:
-    """Give what root has made, a directory or an open file, to the owner of a folder, for whose user it may be. A link
-    that is in its place by now is not followed.
+    """Give a directory or an open file that root has made to the owner of the folder, so that this user can use it. If
+    a link has taken its place meanwhile, do not follow the link.
     """
     if os.geteuid() == 0:
         with suppress(OSError):

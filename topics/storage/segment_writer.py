@@ -1,4 +1,4 @@
-"""The writer of a segment: it appends records of a log file to an active segment (`segment_convert.py`)."""
+"""The writer of a segment: it converts records of a log file and appends them (`segment_convert.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from topics.storage.frame import Bytes
 from topics.storage.segment import DATA_MAX_BYTES, ENTRY, ENTRY_LEN, LOG_FRAME_EXTRA_LEN, CorruptSegment, pread_fully
 from topics.storage.segment_convert import convert
 
-_CHUNK_RECORDS: Final = 2048  # few enough to be hashed and joined while they are in the cache
+_CHUNK_RECORDS: Final = 2048  # few enough to stay in the cache while they are hashed and joined
 CHUNK_BYTES: Final = 64 * 1024 * 1024
 """The most bytes to write at once: Linux takes less than 2 GiB, and joined pieces take memory."""
 
@@ -27,8 +27,8 @@ CHUNK_BYTES: Final = 64 * 1024 * 1024
 class SegmentWriter:
     """The only writer of one segment. Methods raise OSError.
 
-    A failed `append` has appended nothing, and may be repeated. After a failed `sync` nothing appended since the last
-    mark can be trusted: close the writer and reopen the segment at the mark.
+    A failed `append` has appended nothing and may be repeated. After a failed `sync` do not trust anything appended
+    since the last mark: close the writer and reopen the segment at the mark.
     """
 
     _fs: FileSystem
@@ -45,7 +45,7 @@ class SegmentWriter:
 
     @classmethod
     def create(cls, fs: FileSystem, directory: str, first_seq: int, version: int = 0) -> SegmentWriter:
-        """Make a new segment, in place of what a crash left under the same name without a mark."""
+        """Make a new segment. Replace files of the same name: a crash left them before they got a mark."""
         make_dirs(fs, directory)
         _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -57,7 +57,7 @@ class SegmentWriter:
     def reopen(
         cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0
     ) -> SegmentWriter:
-        """Open the segment as the last mark has it, cutting what is behind. Raise CorruptSegment if it is shorter."""
+        """Open the segment at its last mark and cut off bytes behind it. Raise CorruptSegment if it is shorter."""
         was_sealed = _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR)
         try:
@@ -125,7 +125,7 @@ class SegmentWriter:
         self._fs.fdatasync(self._data_fd)
         self._fs.fdatasync(self._idx_fd)
         if self._is_new:
-            # All names, not only those this writer made: another writer may have been killed before its sync.
+            # Sync all names, not only those that this writer made: another writer may have been killed before its sync.
             topics_dir = os.path.dirname(self._directory)
             for directory in (self._directory, topics_dir, os.path.dirname(topics_dir)):
                 self._fs.fsync_dir(directory)

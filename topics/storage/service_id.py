@@ -1,7 +1,7 @@
-"""The id by which a data directory is known in a bucket: the owner of a prefix (`bucket_store.py`).
+"""The id of a service. A bucket knows the data directory by it: it owns a prefix there (`bucket_store.py`).
 
-It is the id of one of its logs when it was first needed. `meta/service-id` keeps it: a copy of the directory on another
-machine is the same service, also after another shard count made new logs.
+The service takes the id of one of its logs when it first needs an id, and keeps it in `meta/service-id`. So a copy of
+the directory on another machine is the same service, even after a change of the shard count made new logs.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ def make_restored(fs: FileSystem, data_dir: str, now_ms: int, new_id: str = "") 
 
 
 def set_epoch_mask(fs: FileSystem, data_dir: str, mask: int, now_ms: int) -> None:
-    """Note what makes epochs of topic ids, 0 for nothing. Raise OSError."""
+    """Note the mask that turns topic ids into epochs, 0 for none. Raise OSError."""
     note = _RestoredNote(VERSION, now_ms, f"{mask:016x}")
     write_note_file(fs, data_dir, RESTORED_NAME, msgspec.json.encode(note))
 
 
 def epoch_mask(fs: FileSystem, data_dir: str) -> int:
-    """Return what makes epochs of topic ids (`epoch = id ^ mask`): 0 unless the directory was restored. Raise OSError,
-    also for a damaged file: without it readers would take restored topics for those that they knew.
+    """Return the mask that turns topic ids into epochs (`epoch = id ^ mask`); 0 unless the directory was restored.
+    Raise OSError, also for a damaged file: without the mask readers would take restored topics for those that they
+    knew.
     """
     note = read_note_file(fs, data_dir, RESTORED_NAME, _RestoredNote, "restore the directory again")
     return 0 if note is None else int(note.epoch_mask, 16)

@@ -1,12 +1,12 @@
 """The snapshot: the state of all logs up to a place in each, so that a start need not read everything ever written.
 
-`meta/snapshot.<20 digits>.bin`, numbered upwards; docs/storage-format.md has its bytes. The body has the state of each
-log up to a place in it (`core/shard_state.py`). The checksum is in the same place in every version, so that a version
-is trusted only if it is undamaged.
+The files are `meta/snapshot.<20 digits>.bin`, numbered upwards; docs/storage-format.md has their bytes. The body has
+the state of each log up to a place in it (`core/shard_state.py`). The checksum has the same place in every version, so
+that a reader believes the version number only if the file is undamaged.
 
-The newest valid snapshot counts; a damaged one is skipped with a log line. A file gets its name only once it is whole
+The newest valid snapshot counts; a start skips a damaged one and logs that. A file gets its name only once it is whole
 and on the disk. The valid snapshot before the newest stays as a fallback. It can replace the newest only if the logs
-still have everything behind its positions: logs that are trimmed further refuse to be read from there.
+still have everything behind its positions; recovery refuses logs that were trimmed further.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADER_LEN: Final = PREFIX.size + CHECKSUM.size
 
 
 class BadSnapshot(Exception):  # noqa: N818 — named for what it is
-    """The file is not as it was written, or is of other logs. `.path` and `.offset` (bytes) say where."""
+    """The file is damaged, or belongs to other logs. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(f"{path}: cannot be used, at offset {offset}: {reason}")
@@ -44,8 +44,8 @@ class BadSnapshot(Exception):  # noqa: N818 — named for what it is
 
 
 class UnknownSnapshotVersion(Exception):  # noqa: N818
-    """Another release wrote the snapshot, in a format that this one does not know. It is never skipped: an older
-    snapshot and the rest of the log may not be everything.
+    """Another release wrote the snapshot, in a format that this one does not know. A start never skips it: an older
+    snapshot and the rest of the log may lack something.
     """
 
     def __init__(self, path: str, version: int) -> None:
@@ -58,8 +58,8 @@ class UnknownSnapshotVersion(Exception):  # noqa: N818
 
 
 class Saved(NamedTuple):
-    """The number of a snapshot that was made, and of its fallback: the newest valid one before it, None if there is
-    none or that cannot be told. Everything that the fallback needs must stay.
+    """The number of a new snapshot, and of its fallback: the newest valid one before it. The fallback is None if there
+    is none or nobody can tell. Everything that the fallback needs must stay.
     """
 
     number: int
@@ -69,9 +69,9 @@ class Saved(NamedTuple):
 def save_snapshot(
     fs: FileSystem, data_dir: str, body: bytes, newest: int = 1 << 64, *, is_tentative: bool = False
 ) -> Saved:
-    """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then.
-    Snapshots above `newest` are no fallback: they go with other logs, of an interrupted change of the shard count.
-    One that `is_tentative` goes with logs that do not count yet, so those up to `newest` stay.
+    """Make the next snapshot durably, then remove all older ones but its fallback. If this raises OSError, no former
+    snapshot is lost. Snapshots above `newest` are no fallback: they belong to logs of an interrupted change of the
+    shard count. A snapshot that `is_tentative` belongs to logs that do not count yet, so those up to `newest` stay.
     """
     make_dirs(fs, layout.meta_dir(data_dir))
     numbers = layout.list_snapshots(fs, data_dir)
@@ -89,8 +89,8 @@ def save_snapshot(
 
 
 def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[int], int | None]:
-    """Return the snapshots to keep (the newest valid one, and newer ones that cannot be checked now, so that a damaged
-    one pushes out no other) and the valid one among them, None if that cannot be told.
+    """Return (the snapshots to keep, the newest valid one of them). Keep also newer ones that cannot be read now. The
+    second value is None if nobody can tell. So a damaged snapshot never pushes out a valid one.
     """
     kept: set[int] = set()
     for number in reversed(numbers):
@@ -144,7 +144,7 @@ class _SnapshotBody(msgspec.Struct):
 
 
 class Snapshot(NamedTuple):
-    """The snapshot that counts. `skipped` are newer ones that cannot be used."""
+    """The snapshot that counts. `skipped` are newer snapshots that cannot be used."""
 
     number: int
     body: bytes
@@ -176,9 +176,9 @@ def decode_parts(body: bytes) -> list[ShardPart]:
 
 
 def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
-    """Load the newest valid snapshot that goes with the logs that are here (see `reshard.py`), None without any.
+    """Load the newest valid snapshot that belongs to the present logs (see `reshard.py`), None without any snapshot.
 
-    Raise RefusedLog if there are some and none can be used, UnknownSnapshotVersion, OSError.
+    Raise RefusedLog if there are snapshots and none can be used, UnknownSnapshotVersion, OSError.
     """
     log_ids = present_log_ids(fs, layout.wal_dir(data_dir))
     skipped: list[BadSnapshot] = []
@@ -197,7 +197,7 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
     if not skipped:
         return None
     for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
-        try:  # a log that cannot be read says more than that its snapshot goes with none
+        try:  # an unreadable log gives a better error than a snapshot without its log
             read_first_start(fs, group.path)
         except NotALogFile as error:
             path = layout.log_path(group.path, layout.list_log_files(fs, group.path)[0])
@@ -220,8 +220,8 @@ def present_log_ids(fs: FileSystem, root: str) -> set[int]:
 
 
 def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
-    """Return the parts of the new logs: each topic goes with its feeds into the part of the shard that owns its name
-    now, the routers themselves into that of shard 0. Raise msgspec.DecodeError.
+    """Return the snapshot parts of the new logs. Each topic goes, with its feeds, into the part of the shard that owns
+    its name now; the routers go into the part of shard 0. Raise msgspec.DecodeError.
     """
     states = {log.shard: ShardState([], [], []) for log in logs}
     deleted_ids: set[int] = set()
@@ -236,7 +236,7 @@ def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[s
             states[owner(name)].deleted_names.append(name)
         states[ROUTERS_SHARD].routers.add_routers(state.routers)
     for state in states.values():
-        # Every shard gets all ids: their former owners are not known.
+        # Every shard gets all deleted ids, because nobody knows which shard would own them now.
         state.set_deleted_ids(deleted_ids)
         state.deleted_names.sort()
     begin = WalPosition(1, 0)
@@ -253,7 +253,7 @@ def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Mov
         return None
     paths: dict[int, str] = {}
     for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
-        with suppress(NotALogFile):  # `reshard` reports it
+        with suppress(NotALogFile):  # `reshard` reports this error
             start = read_first_start(fs, group.path)
             if start is not None:
                 paths[start.log_id] = group.path

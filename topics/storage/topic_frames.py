@@ -1,11 +1,11 @@
-"""The frames by which a log learns of a topic: its creation, its records, its floors, and heads of records in RAM.
+"""The frames that a shard logs about a topic: its creation, its records, its floors, and its head watermarks.
 
-EVICT_WATERMARK says what ttl and caps took. A ttl takes nothing before the log says so. Caps evict as records come, and
-the next commit says it; a reader of a log that ends before that works it out again.
+EVICT_WATERMARK says what ttl and caps evicted. A ttl evicts nothing before the log says so. Caps evict when records
+come, and the next commit logs it. If a log ends before that, its reader computes the eviction again.
 
-HEAD_WATERMARK says how far the heads of topics are (`core/ceilings.py`). A ceiling is logged before seqs up to it are
-given out, so that none is given out twice when the RAM log or the end of the log is lost. An exact one says that all
-seqs up to it were given out: where the log goes on from, or what was lost.
+HEAD_WATERMARK says how far the heads of topics may be (`core/ceilings.py`). The shard logs a ceiling before it gives
+out seqs up to it, so that no seq is given out twice if the RAM log or the end of the log is lost. An exact watermark
+says that all seqs up to it were given out: the log goes on behind them, or they were lost.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ def create_frame(topic: Topic, ts: int, flags: int = 0) -> bytes:
 
 
 def idempotency_frame(topic: Topic, key: bytes, outcome: WriteOutcome) -> bytes:
-    """Return IDEMPOTENCY of the records that follow."""
+    """Return the IDEMPOTENCY frame for the records that follow it."""
     first_seq, count, ts = outcome
     body = encode_idempotency(count, key)
     return encode(FrameType.IDEMPOTENCY, FLAG_MORE, topic.id, first_seq, ts, b"", b"", body)
 
 
 def floor_frame(topic: Topic, floors: Floors, ts: int, flags: int = 0) -> bytes:
-    """Return EVICT_WATERMARK: the floors as they are to be."""
+    """Return EVICT_WATERMARK with the floors after the eviction."""
     body = encode_body(EvictFrameBody(floors))
     return encode(FrameType.EVICT_WATERMARK, flags, topic.id, floors.earliest_seq, ts, b"", b"", body)
 
 
 def delete_frame(topic: Topic, below_seq: int, seqs: Sequence[int], floors: Floors, ts: int) -> bytes:
-    """Return DELETE of everything below `below_seq`, and of these seqs (ascending): `floors` are as they are to be."""
+    """Return DELETE of everything below `below_seq` and of these seqs (ascending), with the floors after it."""
     body = encode_body(DeleteFrameBody(below_seq, encode_runs(seqs), floors))
     return encode(FrameType.DELETE, 0, topic.id, topic.head_seq, ts, b"", b"", body)
 
 
 def head_frame(topic: Topic, seq: int, ts: int, *, exact: bool, flags: int = 0) -> bytes:
-    """Return HEAD_WATERMARK. If `exact`, every seq up to `seq` was given out, and none above it; else seqs up to it may
-    be given out.
+    """Return HEAD_WATERMARK. If `exact`, every seq up to `seq` was given out, and none above it. Otherwise the topic
+    may give out seqs up to `seq`.
     """
     return encode(FrameType.HEAD_WATERMARK, flags, topic.id, seq, ts, b"", b"", encode_body(HeadFrameBody(exact)))
 
 
 class AppendFrames(NamedTuple):
-    """The frames of an append: `records` with their key and the attributes of their jobs are one atomic write, in which
-    the first record begins at `prefix_len`. Those `before` are durable writes of their own.
+    """The frames of an append. `records`, with their key and the attributes of their jobs, are one atomic write; its
+    first record begins at `prefix_len`. The frames in `before` are durable writes of their own.
     """
 
     before: list[bytes]
@@ -78,8 +78,8 @@ class AppendFrames(NamedTuple):
 
 
 def append_frames(write: PendingWrite, laid_out: bytearray, *, created: bool) -> AppendFrames:
-    """Return the frames of a write; `laid_out` are those of its records, which are stamped in place. If the topic is
-    `created` by it, TOPIC_CREATE is in the same atomic write, or before it if the records go to the RAM log.
+    """Return the frames of a write. `laid_out` has the frames of its records; this stamps them in place. If the write
+    `created` the topic, TOPIC_CREATE is in the same atomic write, or before it if the records go to the RAM log.
     """
     topic, (first_seq, _count, ts) = write.topic, write.outcome
     before: list[bytes] = []

@@ -3,19 +3,19 @@
 A *stage* is a file with records of one topic that a transaction holds back until they are published: unstamped Append
 frames of one atomic write (`frame.py`).
 
-It is written once, whole and synced before its id is told (`replace_file`), and never changes. One that was dropped has
-the time TAKEN_BACK_NS until it is removed: nothing can be decided about it any more. Its name is
+The coordinator writes it once and syncs it before it tells anybody the stage's id (`replace_file`). It never changes. A
+dropped stage has the file time TAKEN_BACK_NS until it is removed: no batch can claim it any more. Its name is
 
     <xxh3-128 of topic, 0x00, transaction id: 32 hex>-<16 random hex>.stage
 
-so that the stages of a transaction are found by name, and no client can guess a name. A commit first claims them: to
-name and id of each it adds `-<16 hex>`, the xxh3-64 of `<sink>/<batch>`. So a stage is one batch's.
+so the stages of a transaction can be found by name, and no client can guess a name. A commit first claims the stages:
+to name and id of each it adds `-<16 hex>`, the xxh3-64 of `<sink>/<batch>`. So each stage belongs to one batch.
 
 A *sink* is a file with the latest batch that the sink has committed, and its stages until all of them are published.
-Each sink has one file, `<xxh3-128 of its name, 32 hex>.sink`. The shard that would own a topic of its name writes it,
-and replaces it as a whole. A batch is decided once the file that names its stages is on the disk, and over once the
-file without them is: a process that finds `pending` publishes those that are not published yet. A stage is published
-only while its batch is decided and not over, which other shards see in the first 32 bytes.
+Each sink has one file, `<xxh3-128 of its name, 32 hex>.sink`. The shard that would own a topic of its name writes the
+file, and replaces it as a whole. A batch is decided once a file that names its stages is on the disk. It is over once a
+file without them is there. A process that finds `pending` stages publishes those that are not published yet. A stage is
+published only while its batch is decided and not over; other shards see that in the first 32 bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if sys.byteorder != "little":
 
 
 class TxnFileDamagedError(Exception):
-    """The file of a stage or a sink is not as it was written; the message says what is wrong."""
+    """The file of a stage or a sink is damaged; the message says what is wrong."""
 
 
 class Stage(NamedTuple):
@@ -82,7 +82,7 @@ def claimed_id(stage_id: str, sink: str, batch: int) -> str:
 
 
 def unclaimed_id(stage_id: str) -> str:
-    """Return the id that a client has of a stage."""
+    """Return the id of a stage as the client knows it."""
     return stage_id[:_UNCLAIMED_LEN]
 
 
@@ -177,7 +177,7 @@ _SINK_NAME: Final = re.compile(r"[0-9a-f]{32}\.sink")
 
 
 class Sink(msgspec.Struct, frozen=True):
-    """The state of a sink. `pending` has (stage, topic) of all that its batch publishes, nothing once that is done."""
+    """The state of a sink. `pending` has (stage, topic) of all that its batch publishes, nothing once it is over."""
 
     sink: str
     batch: int
@@ -225,7 +225,7 @@ def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]
 
 
 def decode_sink(content: bytes, file_name: str) -> Sink:
-    """Decode a whole file. Raise TxnFileDamagedError, also if it is of another sink than its name says."""
+    """Decode a whole file. Raise TxnFileDamagedError, also if it belongs to another sink than its name says."""
     batch, pending_count = decode_sink_head(content)
     body_len = _SINK_HEADER.unpack_from(content)[3]
     if defect := _defect(content, _SINK_HEADER.size + body_len + CHECKSUM.size):

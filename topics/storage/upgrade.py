@@ -1,10 +1,11 @@
-"""The format of a data directory as a whole: a release recognizes data that it must not use as they are.
+"""The format mark of a data directory: by it a release recognizes data that it must not use.
 
-The mark `meta/format.json` is made at the first start, before any shard runs. Version 2: the copies that routers make
-are in the log of their dest before a reader sees them. Data without the mark are new, or of release 0.1.0, which kept
-such copies in RAM, behind the cursor in the log of their dest, and made them again at each start. This release does
-not: it would give the seqs of copies that readers have seen to other records. So it starts on data of 0.1.0 only if the
-cursor of every dest is at the head of its source: then all copies are in the logs.
+The first start makes the mark `meta/format.json`, before any shard runs. Version 2 means that a router's copies are in
+the log of their dest before a reader sees them. Data without the mark are new, or come from release 0.1.0. That release
+kept copies in RAM, logged only the cursor of their dest, and made the copies behind the cursor again at each start.
+This release does not make them again, so it would give the seqs of copies that readers have seen to other records.
+Therefore it starts on data of 0.1.0 only if the cursor of every dest is at the head of its source: then all copies are
+in the logs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def write_mark(fs: FileSystem, data_dir: str) -> None:
 
 
 def has_mark(fs: FileSystem, data_dir: str) -> bool:
-    """True if this release may use the data as they are; False if they have no mark yet. Raise RefusedLog if this
+    """True if the mark allows this release to use the data, False if they have no mark. Raise RefusedLog if this
     release must never use them, OSError.
     """
     path = note_path(data_dir, layout.FORMAT_NAME)
@@ -62,9 +63,9 @@ class RoutedCopies:
 
     def __init__(self) -> None:
         self._source_heads: dict[int, int] = {}
-        """Heads by topic id, without `ephemeral` topics, whose heads are in no log."""
+        """Heads by topic id, without `ephemeral` topics: no log has their heads."""
         self._feeds: dict[str, FeedFrameBody] = {}
-        """Copies that the log of each dest reports, by name."""
+        """Feeds by the name of their dest, as the logs have them."""
 
     def add(self, state: ShardState) -> None:
         """Add one log."""

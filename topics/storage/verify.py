@@ -1,8 +1,8 @@
-"""The offline check: every byte that a service left in its data directory, compared with every other that repeats it.
+"""The offline check: it reads everything in a data directory and compares all bytes that repeat each other.
 
-The check changes nothing, and runs only while no service does, because a service writes. It finds *damage*, committed
-bytes that are not what was written, and makes *notes* of a torn tail or an append before its mark, which a killed
-process may leave and the next start cuts off. `segment_check.py` checks segments.
+The check changes nothing, and runs only while no service does, because a service writes. It reports *damage*: committed
+bytes that differ from what was written. It makes *notes* of harmless leftovers of a killed process, which the next
+start cuts off: a torn tail, or appended records without a mark. `segment_check.py` checks segments.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class NotADataDir(Exception):  # noqa: N818 — named for what it is
 
 
 def verify(data_dir: str, progress: Callable[[int, int], None], cold_place: str | None = None) -> Report:
-    """Check a data directory; `progress` gets the bytes that are done and those there are. Without `cold_place`, the
-    directory or the URL where the data of cold segments are, these are not checked, and a note says so. Data that are
-    borrowed from an archive are read there. Raise DataDirLocked if a service runs, NotADataDir.
+    """Check a data directory. `progress` gets (bytes done, bytes in all). `cold_place` is the directory or the URL of
+    the data of cold segments; without it they are not checked, and a note says so. Data borrowed from an archive are
+    read there. Raise DataDirLocked if a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.listdir(data_dir)  # PermissionError: then nobody can tell
+            os.listdir(data_dir)  # raises PermissionError if this user cannot tell
         raise NotADataDir(f"{data_dir} is not a data directory: it holds neither logs nor segments nor snapshots")
     with inspecting(data_dir):
         return _Check(data_dir, progress, cold_place).run()
@@ -179,7 +179,7 @@ class _Check:
             list(Recovery(self._fs, group.path, WalIdentity(group.shard, 1, boot_id()), start="lowest"))  # raises
             return 0
         part = next((part for part in self._parts or () if part.log_id == first.log_id), None)
-        # The snapshot before the newest one goes on in files that the newest one covers.
+        # The fallback snapshot needs log files that the newest snapshot already covers.
         start: Start = None if self._parts is not None and part is None else "lowest"
         if from_snapshot and part is not None:
             start = part.position
@@ -197,7 +197,7 @@ class _Check:
         except CorruptLog as corrupt:
             if part is None or from_snapshot:
                 raise
-            # If only the older snapshot needs that place, it hides nothing of what a start reads.
+            # Perhaps only the older snapshot needs the damaged place: check also what a start reads behind it.
             shards = self._log(group, from_snapshot=True)
             self._corrupt(corrupt)
             return shards
@@ -232,7 +232,7 @@ class _Check:
         return end is not None and first_no <= position.file_no and position <= WalPosition(end.file_no, end.offset)
 
     def _finished(self, last: RecoveredFile) -> None:
-        """Note bytes behind a file's last frame: nothing reads them, but something wrote them."""
+        """Note bytes behind a file's last frame: nobody reads them, but they should be zeros."""
         offset, total_len, *_ = last.frames[-1]
         end = scan(last.buffer, offset + total_len, len(last.buffer)).end
         if used := used_bytes(bytes(last.buffer), end):
@@ -288,7 +288,7 @@ class _Check:
         live = logged.live_behind
         for info in logged.segments:
             live += self._segments.listed(topic_id, directory, info, logged.earliest_seq, logged.deleted)
-        # An index from before a deletion is whole in itself; nothing else repeats the deletions of a cold segment.
+        # Only the counts show an index from before a deletion: nothing else repeats the deletions of a cold segment.
         may_differ = logged.live is None or (live < logged.live and not logged.has_end)
         if live != logged.live and not may_differ and len(self._report.damage) == findings:
             reason = (
@@ -335,4 +335,4 @@ def _size_of(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError:
-        return 0  # it only counts for the progress
+        return 0  # the size is used for progress only

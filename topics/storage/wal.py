@@ -1,12 +1,12 @@
 """The writer of one log: it plans, commits, rolls back and rotates, and handles failures of the disk.
 
 `plan` returns the place of each write of a group. `commit` writes the group with one vectored write, syncs it if asked,
-and only then moves the end of the log. A group lies in one file, so a failure is undone by cutting that file.
+and only then moves the end of the log. A group lies in one file, so cutting that file undoes a failed commit.
 
 A failed *write* costs only the group that was being written. A failed *sync* costs more: the kernel may have dropped
-the pages and call them clean now, so neither that file nor another sync of it can be trusted. The file then ends at the
-last offset known to be on the disk; the good frames behind it are read back, checked and written to a new file with
-that offset as its `previous_end`. If that fails too, the log is read-only and has the reason.
+the dirty pages and call them clean, so the writer trusts neither that file nor another sync of it. It ends the file at
+the last offset known to be on the disk. It reads back the committed frames behind that offset, checks them and writes
+them to a new file, with that offset as its `previous_end`. If that fails too, the log becomes read-only.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ FILE_BYTES: Final = 64 * 1024 * 1024
 FILE_BYTES_MIN: Final = 64 * 1024
 """The size of a file on a disk that has no room for a larger one."""
 RESERVE_BYTES: Final = 1024 * 1024
-"""Room for deletes, marks of checkpoints and small files, beside what a cut needs."""
+"""Room kept for deletes, marks of checkpoints and small files, in addition to the room that a cut needs."""
 ROOM_STEP_BYTES: Final = 64 * 1024
-"""The room is looked at again after so many bytes, or at once while it is short."""
+"""The writer asks for the room again after this many written bytes, or at every write while room is short."""
 
 
 def room_beside_bytes(fs: FileSystem, directory: str, kept_bytes: int) -> int:
-    """Return the room that a file system has left for new records beside what is kept free, negative once records have
-    to wait. One that cannot be asked counts as empty.
+    """Return the free bytes of a file system less `kept_bytes`. Negative means that new records have to wait. If the
+    file system cannot be asked, count it as empty.
     """
     try:
         return fs.free_bytes(directory) - kept_bytes
@@ -61,16 +61,16 @@ def room_beside_bytes(fs: FileSystem, directory: str, kept_bytes: int) -> int:
 
 
 def room_left_bytes(fs: FileSystem, directory: str, cut_bytes: Callable[[], int]) -> int:
-    """Return the room that a disk has left for new records: what is free, less a reserve and what a cut needs. It is
-    negative once records have to wait.
+    """Return the room for new records: the free bytes less RESERVE_BYTES and the bytes that a cut needs. Negative means
+    that new records have to wait.
 
-    As long as records leave that much free, a cut succeeds, and files of deleted records are removed after it.
+    As long as records leave this much free, a cut succeeds, and then files of deleted records can be removed.
     """
     return room_beside_bytes(fs, directory, RESERVE_BYTES + cut_bytes())
 
 
 class Moved(NamedTuple):
-    """Published frames that were moved: [start, end) of one file lies at `new_start` of another now, in order."""
+    """The move of published frames: [start, end) of file `file_no` is now at `new_start` of file `new_file_no`."""
 
     file_no: int
     start: int
@@ -88,8 +88,9 @@ class WalWriteError(Exception):
 
 
 class WalSyncError(Exception):
-    """A sync failed: nothing of the group is in the log. `.moved` is the new place of acknowledged frames that had not
-    been synced, None if there were none, or if they could not be saved: then `WalWriter.read_only` has the reason.
+    """A sync failed, and nothing of the group is in the log. `.moved` is the new place of acknowledged frames that had
+    not been synced. It is None if there were none, or if they could not be saved; then `WalWriter.read_only` has the
+    reason.
     """
 
     def __init__(self, message: str, moved: Moved | None) -> None:
@@ -98,12 +99,12 @@ class WalSyncError(Exception):
 
 
 class GroupPlan(NamedTuple):
-    """The place of a group: write i begins at `offsets[i]` of file `file_no`. A failed commit makes it invalid."""
+    """The place of a group: write i begins at `offsets[i]` of file `file_no`. After a failed commit it is invalid."""
 
     file_no: int
     start: int
     mark: bytes  # SYNC_MARK in front of the group, b"" if none is due
-    marked: int  # offset up to which a mark vouches once the group is written
+    marked: int  # offset up to which a SYNC_MARK vouches once the group is written
     offsets: list[int]
     end: int
 
@@ -114,8 +115,8 @@ class CommitTimes(NamedTuple):
 
 
 class WalWriter:
-    """The only writer of one log, used by one thread (only `sync_now` may run in another). It has counters for metrics:
-    frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the reason.
+    """The only writer of one log. One thread uses it; only `sync_now` may run in another. It counts frames, batches,
+    bytes_written, fsyncs and rotations for metrics. `read_only` is None, or the reason why the log takes no writes.
     """
 
     def __init__(
@@ -133,15 +134,15 @@ class WalWriter:
         """Go on at the `end` that recovery found; None starts a new log. Raise WalWriteError if the file cannot be
         made or opened.
 
-        `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs the
-        file does. A file that was made in another boot gets no more writes: recovery's view of torn tails depends on
-        that.
+        `helper` (one thread is enough) makes the next file before it is needed. Without it, the commit that needs the
+        file makes it. A file that was made in another boot gets no more writes: recovery relies on that to tell torn
+        tails from corruption.
         """
         self._fs = fs
         self._directory = directory
         self._identity = identity
         self.log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
-        """Random id of this log, the same in all its files for ever: a snapshot identifies its logs by it."""
+        """Random id of this log, the same in all its files. A snapshot identifies its logs by it."""
         self._file_bytes = file_bytes
         self._preallocate: Preallocate = preallocate
         self._helper = helper
@@ -155,7 +156,7 @@ class WalWriter:
         self.read_only: str | None = None
         self._undo_due: str | None = None
         self.refused: Callable[[], None] = lambda: None
-        """Callback for a group that will never be in the log, before the log goes on elsewhere."""
+        """Callback when a group failed for good; called before the log goes on in another file."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
         try:
             if end is None:
@@ -198,9 +199,9 @@ class WalWriter:
     def plan(self, lengths: Sequence[int]) -> GroupPlan:
         """Plan a group, given the length in bytes of each write. Nothing is written and nothing can fail.
 
-        The plan of a group without writes has only the mark that is due, if any. Commit it when the log becomes idle,
-        so that the last writes are known as synced after a power loss. None is due directly behind a mark, which would
-        need another one.
+        The plan of a group without writes has only the SYNC_MARK that is due, if any. Commit it when the log becomes
+        idle: after a power loss the mark tells that the last writes were synced. No mark is due directly behind another
+        one, or marks would follow each other for ever.
         """
         active = self._active
         mark, marked = b"", active.marked
@@ -219,7 +220,7 @@ class WalWriter:
         return GroupPlan(file_no, start, mark, marked, offsets, end)
 
     def require_room(self) -> None:
-        """Raise WalWriteError when new records would take the room that is kept."""
+        """Raise WalWriteError (ENOSPC) if new records would use the room that is kept free."""
         if self._room_bytes is None or self.bytes_written < self._room_seen_at + ROOM_STEP_BYTES:
             return
         if self._room_bytes() < 0:
@@ -228,8 +229,8 @@ class WalWriter:
         self._room_seen_at = self.bytes_written
 
     def commit(self, plan: GroupPlan, buffers: Sequence[Bytes], sync: bool, frames: int = 0) -> CommitTimes:
-        """Write the planned group, all of it or nothing; with `sync` it is on the disk when this returns. `buffers` are
-        the writes' bytes in order, in any number of pieces. Raise WalWriteError or WalSyncError.
+        """Write the planned group, all of it or nothing. With `sync` it is on the disk when this returns. `buffers` are
+        the bytes of all writes in order, in any number of pieces. Raise WalWriteError or WalSyncError.
         """
         if self.read_only is not None:
             raise WalWriteError(f"the log is read-only: {self.read_only}")
@@ -266,8 +267,8 @@ class WalWriter:
         return CommitTimes((written_ns - started_ns) / 1000, (synced_ns - written_ns) / 1000)
 
     def close(self, *, complete: bool = True) -> None:
-        """Sync, write a mark that says so, and close; note that the log ends there if it is `complete`. Descriptors
-        are closed even if WalSyncError is raised.
+        """Sync the log, write a SYNC_MARK that covers it, and close the file. If the log is `complete`, note its end in
+        COMMITTED. Raise WalSyncError; the descriptors are closed even then.
         """
         try:
             if self.read_only is None:
@@ -279,21 +280,21 @@ class WalWriter:
             raise WalSyncError(f"the log was not closed cleanly: {error}", None) from error
         finally:
             if self._spare is not None:
-                self._spare.exception()  # waits; a failure does not matter any more
+                self._spare.exception()  # waits for the spare; its failure does not matter any more
             self._active.close()
 
     # -- trimming
 
     def end_file(self) -> None:
-        """Have the next group begin a new file, so that this one can be removed, unless it has no group yet."""
+        """Let the next group begin a new file, so that this one can be removed. Do nothing if it has no group yet."""
         if self._active.end > len(self._start_frame(self._active.file_no)):
             self._start_next_file = True
 
     def drop_files_below(self, file_no: int) -> int:
         """Remove the files below `file_no` that are finished, and return their number. Nothing in them may be needed.
 
-        They go in ascending order, so that the rest has no hole. Raise OSError: then some may be left, and the next
-        call removes them.
+        Remove them in ascending order, so that the rest has no hole. If this raises OSError, some may be left, and the
+        next call removes them.
         """
         # A spare that is being made has a higher number than any of them.
         bound = min(file_no, self._current_file_no, self._active.file_no)
@@ -314,13 +315,13 @@ class WalWriter:
         return WalPosition(active.file_no, active.sync_in_background())
 
     def note_synced(self, synced: WalPosition) -> None:
-        """Take the result of `sync_now`. A file that the writer has finished since was synced then."""
+        """Take the result of `sync_now`. Ignore a file that the writer has finished since: finishing it synced it."""
         self.fsyncs += 1
         if synced.file_no == self._active.file_no:
             self._active.synced = max(self._active.synced, synced.offset)
 
     def sync_failed(self, file_no: int, error: OSError) -> Moved | None:
-        """Save the un-synced frames of a file for which `sync_now` raised in a new one; return their new place."""
+        """Take the failure of a `sync_now`: save un-synced frames of that file in a new one; return their place."""
         self.fsyncs += 1
         if file_no != self._active.file_no or self.read_only is not None:
             return None
@@ -340,7 +341,7 @@ class WalWriter:
         try:
             self._active.erase_uncommitted()
         except OSError as error:
-            # This error may be temporary, like that of the write: the next commit tries again.
+            # This error may be as temporary as the error of the write: the next commit tries again.
             self._undo_due = f"{self._active.path}: a failed write could not be undone: {error}"
             self.refused()
             return
@@ -358,7 +359,7 @@ class WalWriter:
             try:
                 active.erase_uncommitted()
             except OSError as erase_error:
-                # Only a restart would find the group, and only if the tail cannot be saved either.
+                # A restart finds the refused group only if the tail cannot be saved either.
                 message += f"; the group could not be erased: {erase_error}"
             self.refused()
             raise WalSyncError(message, self._save_tail(error)) from error
@@ -371,7 +372,7 @@ class WalWriter:
         start_frame = self._start_frame(new_file_no, previous_end=active.synced)
         try:
             content = start_frame + active.read_unsynced()
-            self._wait_for_spare()  # it has the name of the file that is made here
+            self._wait_for_spare()  # the spare has the same name as the file that is made here
             size_bytes = self._size_of_next(len(content) + FILE_END_LEN)
             create_log_file(self._fs, self._directory, new_file_no, content, size_bytes, self._preallocate)
             following = ActiveFile(self._fs, self._directory, new_file_no, len(content), marked=len(content))
@@ -412,12 +413,12 @@ class WalWriter:
             self._spare = self._helper.submit(self._make_file, active.file_no + 1, self._size_of_next())
 
     def _wait_for_spare(self) -> int:
-        """Return the size of the next file, 0 if it could not be made: the caller makes it then, and gets the error."""
+        """Return the size of the spare, 0 if there is none. Then the caller makes the file and gets the error."""
         spare, self._spare = self._spare, None
         return spare.result() if spare is not None and spare.exception() is None else 0
 
     def _size_of_next(self, needed_bytes: int = 0) -> int:
-        """Return the size for the next file: less than usual where the disk has little room to lay it out."""
+        """Return the size in bytes for the next file: less than usual if the disk has little room."""
         size_bytes = self._file_bytes
         if self._room_bytes is not None and self._preallocate != "none":
             size_bytes = min(size_bytes, max(FILE_BYTES_MIN, self._room_bytes() // 3))

@@ -104,7 +104,7 @@ TOPICS_SEARCHED_MAX: Final = 10_000
 
 
 class CheckFinding(NamedTuple):
-    """The result of checking one thing; `problem` is None when it is as a start needs it."""
+    """The result of checking one thing; `problem` is None if nothing there prevents a start."""
 
     subject: str
     problem: str | None
@@ -112,7 +112,8 @@ class CheckFinding(NamedTuple):
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFinding]:
     """Check the data directory, its lock and format, the cold tier and the archive if they are set, shared memory,
-    address, limits. The service starts without those two all the same: reads of cold records fail, and logs are kept.
+    address, limits. The service also starts without cold tier or archive: then reads of cold records fail, or logs
+    stay.
     """
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -178,7 +179,7 @@ def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
 
 
 def _bucket_finding(url: str, data_dir: str) -> CheckFinding:
-    """Make, read and delete an object in the bucket, and see whose it is. Its requests have time-outs, so this ends."""
+    """Make, read and delete an object in the bucket, and check its owner. All requests have time-outs."""
     problems = list(probe(url, BUCKET_TIMEOUT_MS))
     if not problems:
         try:
@@ -192,7 +193,7 @@ def _bucket_finding(url: str, data_dir: str) -> CheckFinding:
 
 
 def _lender_findings(data_dir: str) -> list[CheckFinding]:
-    """See whether the archive is there that a restored directory still borrows data from."""
+    """Check the archive from which a restored directory still borrows data."""
     fs = OsFileSystem()
     try:
         note = read_borrowed(fs, data_dir)
@@ -209,7 +210,7 @@ def _lender_findings(data_dir: str) -> list[CheckFinding]:
 
 
 def _archive_finding(url: str, data_dir: str) -> CheckFinding:
-    """See whether the archive can be written, and whose it is. A bucket gets an object that is deleted again."""
+    """Check that the archive can be written, and its owner. In a bucket, make an object and delete it again."""
     fs = OsFileSystem()
     if url.startswith("file:"):
         problem = _dir_problem(unquote(urlsplit(url).path), "TOPICS_ARCHIVE_URL")
@@ -228,7 +229,7 @@ def _archive_finding(url: str, data_dir: str) -> CheckFinding:
 
 
 def _followed_finding(url: str, settings: Settings) -> CheckFinding:
-    """See whether the archive of another service can be followed."""
+    """Check that this service can follow the archive of another service."""
     fs = OsFileSystem()
     try:
         note = read_note(fs, settings.data_dir)
@@ -247,13 +248,13 @@ def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
 
 
 def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
-    """Return a problem if the directory is empty, but a topic has segments in it: an index without data here."""
+    """Return a problem if the cold directory is empty though a topic has an index without data here."""
     with suppress(OSError):
         if any(os.scandir(layout.topics_dir(cold_dir))):
             return None
     with suppress(OSError):
         if read_borrowed(OsFileSystem(), data_dir) is not None:
-            return None  # they may be in the archive that the directory was restored from
+            return None  # the archive that the directory was restored from may have the data
         for topic in islice(os.scandir(layout.topics_dir(data_dir)), TOPICS_SEARCHED_MAX):
             files = set(os.listdir(topic))
             if any(file.endswith(".idx") and f"{file[:-4]}.data" not in files for file in files):
@@ -270,12 +271,12 @@ def _lock_problem(data_dir: str) -> str | None:
 
 
 def _format_problem(settings: Settings) -> str | None:
-    """Return why release or settings must not use the data. None when they may; also while a service holds the lock."""
+    """Return why this release or these settings must not use the data, None if they may or while a service runs."""
     data_dir = settings.data_dir
     try:
         with suppress(DataDirLocked), inspecting(data_dir):
             service_id.epoch_mask(OsFileSystem(), data_dir)
-            # Without `wal` the data are new, or the release that wrote them has to start once more.
+            # Without `wal` the data are new, or a release that was interrupted has to start once more.
             if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
                 check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)
         return role_problem(OsFileSystem(), settings)

@@ -32,8 +32,8 @@ _logger = log.get_logger()
 
 
 class ChildMains(NamedTuple):
-    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code. Two
-    more are asked before they start.
+    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code. The
+    last two fields are functions that the supervisor calls before it starts the children.
     """
 
     frontend: Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]
@@ -44,7 +44,7 @@ class ChildMains(NamedTuple):
     reshard: Callable[[Settings, SharedMemory], int]
     needs_reshard: Callable[[Settings], bool]
     settle_role: Callable[[Settings], Settings]
-    """Returns the settings of what the service is now: one that follows may have been promoted."""
+    """Returns the settings for the service's present role: a follower may have been promoted."""
 
 
 class RestartDelay:
@@ -176,7 +176,7 @@ def _set_up(name: str, index: int, parent_pid: int) -> bool:
     """Make this process a child of the supervisor. False when that has ended meanwhile."""
     log.identify(name, index)
     _libc.prctl(_PR_SET_NAME, f"{name}-{index}".encode(), 0, 0, 0)
-    # When the supervisor dies, nothing restarts a child any more: it gets SIGTERM, drains and ends.
+    # When the supervisor dies, nobody restarts children any more: let this one get SIGTERM then, drain and end.
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:

@@ -117,12 +117,12 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
     try:
         listeners = inherited(os.environ)
         if listeners:
-            # Settings are judged by the address that is listened on: an open one needs keys.
+            # Check the settings with the addresses of these sockets: an address that others can reach needs keys.
             addresses = [listener.getsockname() for listener in listeners]
             host, port, *_ = next((address for address in addresses if not is_loopback(address[0])), addresses[0])
             settings = load(os.environ, _flags(options) | {"host": host, "port": str(port)})
         for name in SECRET:
-            # The settings hold its digest; the children must not inherit the secret itself.
+            # The settings have a digest of the secret. The children must not inherit the secret itself.
             os.environ.pop(PREFIX + name.upper(), None)
         return serve(settings, _child_mains(), _make_notify(), inherited=listeners)
     except (AddressError, StartError) as refusal:
@@ -140,7 +140,7 @@ def _make_notify() -> Notify:
 
 
 def _child_mains() -> ChildMains:
-    """Import the mains of the real service; only here, for `status` and `stop` must not wait for a web framework."""
+    """Import the mains of the service. Only here, because `status` and `stop` must not wait for a web framework."""
     from topics.archive.follow_main import run as run_follower
     from topics.archive.main import run as run_archiver
     from topics.compactor.main import run as run_compactor
@@ -259,7 +259,7 @@ def _completion(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:
-    """Stop the service. Return its pid, None when nothing ran. Raise OSError: it is somebody else's, or still runs."""
+    """Stop the service. Return its pid, None if none ran. Raise OSError if it is another user's, or still runs."""
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         signal.pidfd_send_signal(process_fd, signal.SIGTERM)
         poll = select.poll()
@@ -370,7 +370,7 @@ def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 class _SecretFlag(argparse.Action):
-    """A flag that is refused with a reason; an unknown one would be repeated, or taken for an abbreviation."""
+    """A flag for a secret: it is refused with a reason. For an unknown flag, argparse would repeat the secret."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         variable, file = PREFIX + self.dest.upper(), f"{self.dest}_file"

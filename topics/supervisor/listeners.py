@@ -1,7 +1,8 @@
 """The listening sockets: the supervisor, or a service manager (systemd's socket units), binds them for the frontends.
 
-Each frontend has its own socket on the one port, so the kernel spreads connections evenly. (On one shared socket the
-process that wakes first takes a whole burst.) That of a dead frontend stays open: connections wait there for the next.
+Each frontend has its own socket on the same port, so the kernel spreads connections evenly. (On one shared socket the
+process that wakes first takes a whole burst.) The socket of a dead frontend stays open: connections wait there for its
+next life.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
         except OSError as error:
             refusal = error
-            if error.errno in _NOT_HERE:  # a name may stand for IPv6, too, on a machine without it
+            if error.errno in _NOT_HERE:  # a host name may have an IPv6 address though this machine has no IPv6
                 continue
             break
         listeners.append(listener)
@@ -52,8 +53,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]]:
-    """Listen as `listen`, with sockets of its own for each process. Sockets with SO_REUSEPORT would share their port
-    with a second service, too. So a socket without it checks first that the port is free.
+    """Listen like `listen`, but with separate sockets for each process. Sockets with SO_REUSEPORT would share their
+    port even with a second service. So first check with a socket without it that the port is free.
     """
     alone = listen(host, port)
     if processes == 1:
@@ -101,8 +102,8 @@ def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
 
 
 def share(listeners: list[socket.socket], processes: int) -> list[list[socket.socket]]:
-    """Return the sockets for each process; the given ones are closed. Processes get a socket of their own if there are
-    enough for the address (`ReusePort=yes` in systemd). Otherwise they share one: no socket stays without a process.
+    """Return the sockets for each process and close the given ones. If there are enough sockets for an address
+    (`ReusePort=yes` in systemd), each process gets its own. Otherwise they share, so that every socket has a process.
     """
     shared: list[list[socket.socket]] = [[] for _ in range(processes)]
     by_address = sorted(listeners, key=lambda listener: (listener.family, listener.getsockname()))
@@ -136,7 +137,7 @@ def show(host: str, port: int) -> str:
 
 
 def write_port_file(path: str, address: str) -> None:
-    """Write the address to the file, atomically: a reader finds all of it or no file. Raise AddressError."""
+    """Write the address to the file atomically: a reader finds the whole address or no file. Raise AddressError."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""The service from the first check to the last clean-up, top-down in the order in which it happens."""
+"""`serve` runs a service from the first check to the last clean-up; the steps stand in the order of their time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from topics.supervisor.supervision import EXIT_OK, STOP, Signals, Supervisor
 
 LOCK_RETRY_MS: Final = 50
 LOCK_BRIEF_MS: Final = 500
-"""Longer than a process that only reads the lock's state holds it."""
+"""Time to wait for the lock: longer than a process holds it that only reads the lock's state."""
 
 _logger = log.get_logger()
 
@@ -93,7 +93,8 @@ def serve(
                 header.set("state", ProcessState.STARTING)
                 with _refused(f"data directory {settings.data_dir} cannot be read"):
                     reshard = mains.needs_reshard(settings)
-                # The children share these objects' pages with us as long as no garbage collector writes to them.
+                # Children share the pages of these objects with us until a garbage collector writes to them: freeze
+                # them.
                 gc.collect()
                 gc.freeze()
                 service = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify)
@@ -102,7 +103,7 @@ def serve(
             if exit_code != EXIT_AGAIN:
                 _logger.info("stopped", exit=exit_code)
                 return exit_code
-            # The memory of this life must not stay beside that of the next one. A supervisor is a cycle.
+            # Free the memory of this life before the next one takes its own. The supervisor is in a reference cycle.
             del shared, header, life, service
             gc.collect()
             settings = _settle_role(mains, settings)
@@ -115,7 +116,7 @@ def _settle_role(mains: ChildMains, settings: Settings) -> Settings:
 
 @contextmanager
 def _refused(what: str | None = None) -> Iterator[None]:
-    """Turn errors that refuse a start into StartErrors. `what` begins the message of an OSError; None: it is none."""
+    """Turn errors that refuse a start into StartErrors. `what` begins the message of an OSError; None lets it pass."""
     try:
         yield
     except (DataDirLocked, DataDirNotWritable, AddressError) as refusal:
@@ -139,7 +140,7 @@ def _log_authentication(settings: Settings, keys: KeyRing) -> None:
 
 
 def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock | None:
-    """Return the lock, for which children of a killed supervisor are waited for; None when told to stop meanwhile."""
+    """Take the lock; wait until the children of a killed supervisor have ended. None if a stop signal comes first."""
     begun_ms = clock.monotonic_ms()
     is_waiting = False
     while True:
@@ -158,7 +159,7 @@ def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock 
 
 
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
-    """Create the shared memory. Removes that of a killed service first: the holder of the lock owns the names."""
+    """Create the shared memory. First remove that of a killed service: the holder of the lock owns the names."""
     identity = shm_names.identity(settings.data_dir)
     if problem := strangers_memory(settings.data_dir):
         raise StartError(problem)
@@ -174,13 +175,13 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
 
 
 def keep_ends(fs: FileSystem, data_dir: str, identity: str) -> None:
-    """Note on the disk how far the logs of a killed service went: its control page tells until it is removed."""
+    """Note on the disk how far the logs of a killed service went; its control page knows, and is removed soon."""
     try:
         page = ControlPage.attach(shm_names.shm_name(identity, "control"))
     except (OSError, ValueError):
         return
     if page.follows:
-        return  # what its shards commit is not in the directory
+        return  # the shards of a follower commit nothing to this directory
     for shard in range(page.shards):
         cell, directory = page.cell(Role.WALSHARD, shard), layout.group_dir(data_dir, shard, page.shards)
         committed = cell.get("committed")
@@ -189,7 +190,7 @@ def keep_ends(fs: FileSystem, data_dir: str, identity: str) -> None:
 
 
 def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
-    """Return wall minus monotonic time as the previous service trusted it; None: trust the clock."""
+    """Return the wall time minus monotonic time that the previous service trusted; None: trust the clock."""
     try:
         last = read_clock(OsFileSystem(), settings.data_dir)
     except OSError as error:

@@ -7,8 +7,9 @@
     WATCHDOG=1            regularly, as long as no frontend or shard hangs
     STOPPING=1            once, when the service drains
 
-A dead process does not stop the watchdog messages: the supervisor restarts it. One that hangs does, for only a restart
-of the whole service helps; but not the compactor or the archiver, for which no client waits.
+A dead process does not stop the watchdog messages, because the supervisor restarts it. A frontend or shard that hangs
+stops them, because only a restart of the whole service helps. A compactor or archiver that hangs does not: no client
+waits for it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
 EVERY_MS: Final = 1000
 WATCHDOG_SHARE: Final = 3
-"""Messages within the time that systemd waits for one."""
+"""Number of watchdog messages within the time that systemd waits for one."""
 EXTENDED_BY_MS: Final = 60_000
-"""Longer than a replay goes without visible progress, even on a slow disk."""
+"""Time by which each progress extends the start: no replay goes that long without progress, even on a slow disk."""
 
 RELOAD_EVERY_MS: Final = 20
 _WITHOUT_CONNECTIONS: Final = (ProcessState.NONE, ProcessState.DEAD, ProcessState.STOPPED)
@@ -59,7 +60,7 @@ class Announcements:
         if self._draining or not self.is_ready:
             return []
         self.reloading = True
-        # systemd ignores times before its signal: rounded down, the time of a quick reload would be one.
+        # systemd ignores a time before its own signal, and a rounded-down time may be one. So round up.
         return ["RELOADING=1", f"MONOTONIC_USEC={(now_ms + 1) * 1000}"]
 
     def lines(self, page: ControlPage, now_ms: int) -> list[str]:
@@ -91,8 +92,8 @@ class Announcements:
 
 
 class Notify:
-    """Sends the lines to the service manager, and has a start's `bar` drawn at a terminal; does nothing without either.
-    `due_ms` (monotonic): when to `tell` again.
+    """Sends the lines to the service manager, and draws the `bar` of a start at a terminal. It does nothing if it has
+    neither. `due_ms` (monotonic) is the time for the next `tell`.
     """
 
     def __init__(self, address: str | None, watchdog_ms: int | None, clock: Clock, bar: StartBar | None = None) -> None:
@@ -102,7 +103,7 @@ class Notify:
         self._every_ms = EVERY_MS if watchdog_ms is None else max(1, min(EVERY_MS, watchdog_ms // WATCHDOG_SHARE))
         self._refused = False
         self._unsaid: dict[str, str] = {}
-        """Lines that could not be sent, by their names. They are sent with the next ones."""
+        """Lines that could not be sent, by their names. The next message has them too."""
         self._bar = bar
         self.due_ms: int | None = clock.monotonic_ms() if address or bar else None
 
@@ -156,7 +157,7 @@ class Notify:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
                 end.sendto("\n".join(by_name.values()).encode(), self._address)
         except OSError as error:
-            by_name.pop("WATCHDOG", None)  # it was true at that moment only
+            by_name.pop("WATCHDOG", None)  # a watchdog message is true at its own moment only
             self._unsaid = by_name
             if not self._refused:
                 log.warning("the service manager could not be notified, which will be repeated", reason=str(error))
@@ -167,7 +168,7 @@ class Notify:
 
 
 def all_use_newest_keys(page: ControlPage) -> bool:
-    """True if every frontend uses the newest keys; one that does not run will start with them."""
+    """True if every frontend uses the newest keys. A frontend that does not run will start with them."""
     serial = page.header.get("keys_serial")
     cells = [page.cell(Role.FRONTEND, index) for index in range(page.frontends)]
     return all(
@@ -176,7 +177,7 @@ def all_use_newest_keys(page: ControlPage) -> bool:
 
 
 def _state(cell: ProcessCell) -> ProcessState:
-    """Return a process's state. What it wrote itself counts only if its present life wrote it."""
+    """Return a process's state. A state that the process wrote itself counts only if its present life wrote it."""
     pid = cell.supervisor.get("pid")
     if not pid:
         return ProcessState(cell.supervisor.get("state"))

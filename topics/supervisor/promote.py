@@ -22,7 +22,7 @@ POLL_S: Final = 0.02
 
 
 class NotFollowingError(Exception):
-    """The service leads: there is nobody from whom it could take over."""
+    """The service leads already: it follows nobody from whom it could take over."""
 
 
 class Promoted(msgspec.Struct, frozen=True):
@@ -55,10 +55,10 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
         page = reader.page()
         if page is not None and page.follows:
             life, cell = page.header.get("started_ms"), page.cell(Role.ARCHIVER, 0)
-            pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
+            pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # earlier, the signal would end it
             if told_life and life != told_life and not _is_under_way(data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
-            if pid and not told_life and may_hold(data_dir, pid):  # a dead one may have left its pid to a stranger
+            if pid and not told_life and may_hold(data_dir, pid):  # the pid of a dead process may be a stranger's now
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
                     told_life = life

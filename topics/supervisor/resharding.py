@@ -1,5 +1,5 @@
-"""The one-off process before any shard runs: ends a promotion, checks data of a former release, lays out the logs for
-all shards.
+"""The one-off process that runs before any shard. It ends a promotion, checks data of a former release, and lays out
+the logs for all shards.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _logger = log.get_logger()
 
 
 def settle_role(settings: Settings) -> Settings:
-    """Return the settings of what the service is now. Raise OSError if they do not fit the data directory, or if its
-    notes, without which every frontend would die, are damaged.
+    """Return the settings for the service's present role. Raise OSError if they do not fit the data directory, or if
+    its notes are damaged: every frontend would die of that.
     """
     fs = OsFileSystem()
     settings = promoting.settle_role(fs, settings, SystemClock())
@@ -50,7 +50,7 @@ def is_needed(settings: Settings) -> bool:
 
 
 def run(settings: Settings, shared: SharedMemory) -> int:
-    """Run the process, which may be killed and repeated. EXIT_REFUSED when a log must not be used as it is."""
+    """Run the process; it may be killed and repeated. Return EXIT_REFUSED if a log must not be used as it is."""
     header = shared.control.header
 
     def progress(share: float) -> None:

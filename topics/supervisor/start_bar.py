@@ -11,7 +11,7 @@ from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
 
 
 class StartBar:
-    """Shows, with rate and ETA, how far a start is that lasts longer than a second: logs are prepared, then read."""
+    """Shows progress, rate and ETA of a start that lasts longer than a second: logs are prepared, then read."""
 
     def __init__(self) -> None:
         tqdm.monitor_interval = 0  # else tqdm starts a thread, and this process forks

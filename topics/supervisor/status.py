@@ -1,7 +1,7 @@
 """The status of a service, read from outside (control page, lock, process table), and that status as text.
 
-No process is asked, so there is an answer while one is dead, hung or replaying its log. What a process has written
-about itself counts only while it runs.
+It asks no process, so it works while one is dead, hangs or replays its log. The figures that a process has written
+about itself count only while it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
 
 class SupervisorStatus(msgspec.Struct, frozen=True):
-    """CPU time, memory and last heartbeat of the supervisor. Figures that cannot be known here are None."""
+    """CPU time, memory and last heartbeat of the supervisor. A figure is None if this process cannot read it."""
 
     cpu_seconds: float | None
     rss_bytes: int | None
@@ -60,7 +60,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class ShardStatus(msgspec.Struct, frozen=True):
-    """The figures of a shard; while it is down, those of its last life. `progress` is None unless it recovers."""
+    """The figures of a shard, or of its last life while it is down. `progress` is None unless it recovers."""
 
     index: int
     topics: int
@@ -100,8 +100,8 @@ class CompactorStatus(msgspec.Struct, frozen=True):
 
 
 class ArchiverStatus(msgspec.Struct, frozen=True):
-    """The archive since the service was started. `lag_ms` is 0 while it has everything that is committed; in a service
-    that follows another one it is how old its state may be.
+    """The archive since the service was started. `lag_ms` is 0 while the archive has everything that is committed. In a
+    follower `lag_ms` is how old its state may be.
     """
 
     lag_ms: int
@@ -114,7 +114,7 @@ class ArchiverStatus(msgspec.Struct, frozen=True):
     failures: int
     holes: int
     segments_borrowed: int
-    """Segments whose data this service, which follows another one, has not fetched yet."""
+    """Segments whose data this follower has not fetched yet."""
     borrowed_bytes: int
     taken_over: bool
     """True if another service took over: this one only reads."""
@@ -185,7 +185,7 @@ class StatusReader:
         return self._describe(pid, page)
 
     def page(self) -> ControlPage | None:
-        """Return the control page of the running service; None when there is none yet, as between two of its lives."""
+        """Return the control page of the running service; None if there is none, for example between two lives."""
         name = shm_names.shm_name(shm_names.identity(self._data_dir), "control")
         try:
             inode = os.stat(shm_names.SHM_ROOT + name).st_ino
@@ -270,7 +270,7 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
     state = ProcessState(known["state"])
     heartbeat_age_ms = None
     if pid is not None and not is_running(pid):
-        pid, state = None, ProcessState.DEAD  # the supervisor has not noticed it yet, or has ended itself
+        pid, state = None, ProcessState.DEAD  # the supervisor has not noticed its end yet, or has ended too
     if pid is not None and own["pid"] == pid:
         state = ProcessState(own["state"]) or state
         heartbeat_age_ms = _age_ms(own["heartbeat_ms"], now_ms)
@@ -402,7 +402,7 @@ def _summary(status: Status, paint: Paint) -> str:
 
 _Row = dict[str, Cell]  # by their heads
 _STYLES: Final = {"running": "good", "ready": "good", "degraded": "bad", "dead": "bad", "stopped": "bad"}
-"""Styles of states; others are on their way to something."""
+"""Styles of states; any other state is a transition."""
 
 
 def _process_row(process: ProcessStatus) -> _Row:

@@ -1,7 +1,7 @@
 """The supervisor's loop (reap, restart, drain), and the signals it waits for.
 
-The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so
-none can hit a child that is not set up yet. A child unblocks them itself, SIGHUP only when it can reload.
+The supervisor waits for signals and gets them as values; no handler interrupts it. It blocks them before the first
+fork, so that none hits a child that is not set up yet. A child unblocks them itself, SIGHUP only when it can reload.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Signals:
 
     def __exit__(self, *_error: object) -> None:
         # A second stop request must not change the exit code of the finished stop, not even while the interpreter ends.
-        # Ignored signals are dropped, also those that are pending.
+        # To ignore a signal also drops it if it is pending.
         for number in STOP:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
     def wait(self, timeout_ms: int) -> signal.Signals | None:
-        """Return the next signal, None after the time-out. CPython makes one up for a process that was stopped."""
+        """Return the next signal, None after the time-out. CPython invents one after a SIGSTOP; that counts as none."""
         info = signal.sigtimedwait(_WATCHED, max(0, timeout_ms) / 1000)
         return signal.Signals(info.si_signo) if info is not None and info.si_signo in _WATCHED else None
 
@@ -63,7 +63,7 @@ _logger = log.get_logger()
 
 @dataclass(eq=False)
 class Supervisor:
-    """Runs the children until it is told to stop; owns them, but not the shared memory and the listeners."""
+    """Runs the children until a signal stops it. It owns the children, but not the shared memory and the listeners."""
 
     _settings: Settings
     keys: KeyRing
@@ -88,8 +88,8 @@ class Supervisor:
         self._archivers = [self._child(Role.ARCHIVER, 0)] if self._shared.control.has_archiver else []
 
     def run(self, *, reshard: bool) -> int:
-        """Run until no child is left; return the service's exit code, EXIT_AGAIN if it is to go on with other children.
-        `reshard`: prepare the logs first.
+        """Run until no child is left; return the exit code of the service, or EXIT_AGAIN if it must start all children
+        again. `reshard`: prepare the logs first.
         """
         try:
             self._start(reshard)
@@ -114,7 +114,7 @@ class Supervisor:
         return Child(self._shared.control.name_of(role), index, partial(self._run, role, index), cell, self._clock)
 
     def _run(self, role: Role | None, index: int, incarnation: int) -> int:
-        """Run the main of a child, in the child; None: the one that prepares the logs."""
+        """Run the main of a child, inside the child. `role` None is the child that prepares the logs."""
         # A process that outlives the supervisor must not hold the port.
         self._close_listeners(but=index if role is Role.FRONTEND else None)
         mains, settings, shared = self._mains, self._settings, self._shared
@@ -144,7 +144,7 @@ class Supervisor:
         self._header.set("state", ProcessState.READY)
         for child in self._shards:
             child.start()
-        if self._settings.follow is None:  # else the leader's compactor does it
+        if self._settings.follow is None:  # for a follower the leader's compactor does the work
             self._compactor.start()
         for child in self._archivers:
             child.start()
@@ -182,7 +182,7 @@ class Supervisor:
             self._kill_all()
 
     def _reload(self) -> None:
-        """Read the keys again and have the frontends do so. Keys that cannot be used change nothing."""
+        """Read the keys again and have the frontends do so. If the keys cannot be used, the former keys stay."""
         serial = self.keys.serial + 1
         self._notify.reloading()
         try:
@@ -203,7 +203,7 @@ class Supervisor:
             pid, wait_status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            # Other pids: as pid 1 of a container we inherit orphans.
+            # Ignore other pids: as pid 1 of a container this process inherits orphans.
             if (child := running.pop(pid, None)) is not None:
                 self._on_end(child, exit_code_of(wait_status))
 
@@ -217,7 +217,7 @@ class Supervisor:
                 child.start()
         elif exit_code == EXIT_AGAIN:
             child.stopped(exit_code)
-            if self._stopping is None:  # who was told to stop must not begin again
+            if self._stopping is None:  # a service that was told to stop must not start again
                 self._stop(EXIT_AGAIN, f"{child.name} wants all processes to start again")
         elif exit_code == EXIT_REFUSED:
             child.stopped(exit_code)
@@ -230,7 +230,7 @@ class Supervisor:
         else:
             child.died(exit_code)
             if child in self._frontends:
-                # The shards end its watches and streams: `walshard/handlers/frontends.py`.
+                # The shards end the frontend's watches and streams (`walshard/handlers/frontends.py`).
                 for wake in self._shared.shard_wakes:
                     wake.signal()
 
@@ -243,8 +243,8 @@ class Supervisor:
     # -- stopping
 
     def _stop(self, exit_code: int, reason: str) -> None:
-        """Begin to drain: frontends first, then the compactor, because both need the shards until their end. The
-        archiver ships what the shards wrote last.
+        """Begin to drain: frontends first, then the compactor, then the shards, because the former need the shards
+        until their end. The archiver comes last: it ships what the shards wrote last.
         """
         self._exit_code = self._exit_code or exit_code
         if self._stopping is not None:
