@@ -39,6 +39,7 @@ from topics.storage.segment_store import SegmentSource
 PIECE_BYTES: Final = 4 * 2**20
 BYTES_PER_S: Final = 32 * 2**20
 """The rate of bytes read or written by rewriting: a fraction of what a disk does for clients."""
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 log = get_logger()
 
@@ -85,7 +86,15 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     tagged.sort()
     version = info.version + 1
     try:
-        _write_pair(fs, directory, info.first_seq, version, old, pieces, words)
+        with (
+            opened(fs, layout.segment_data_path(directory, info.first_seq, version), _NEW) as data_fd,
+            opened(fs, layout.segment_idx_path(directory, info.first_seq, version), _NEW) as idx_fd,
+        ):
+            _copy(fs, old, data_fd, pieces)
+            write_all(fs, idx_fd, words.tobytes(), 0)
+            reached("rewrite.copied")
+            fs.fdatasync(data_fd)
+            fs.fdatasync(idx_fd)
         write_postings(fs, directory, info.first_seq, info.records, tagged, version)
         fs.fsync_dir(directory)
     except Exception:
@@ -96,27 +105,6 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
         raise
     reached("rewrite.synced")
     return msgspec.structs.replace(info, data_bytes=data_bytes, version=version, flags=SEALED)
-
-
-def _write_pair(
-    fs: FileSystem,
-    directory: str,
-    first_seq: int,
-    version: int,
-    old: Content,
-    pieces: list[tuple[int, int]],
-    idx: array[int],
-) -> None:
-    """Write `.data` and `.idx` of the new version and sync them, but not their names."""
-    flags_new = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    data_path = layout.segment_data_path(directory, first_seq, version)
-    idx_path = layout.segment_idx_path(directory, first_seq, version)
-    with opened(fs, data_path, flags_new) as data_fd, opened(fs, idx_path, flags_new) as idx_fd:
-        _copy(fs, old, data_fd, pieces)
-        write_all(fs, idx_fd, idx.tobytes(), 0)
-        reached("rewrite.copied")
-        fs.fdatasync(data_fd)
-        fs.fdatasync(idx_fd)
 
 
 def _idx(directory: str, info: SegmentInfo) -> CommittedFile:
@@ -200,7 +188,7 @@ class ColdFetch:
         name = layout.object_name(topic_id, info.first_seq, info.version)
         _, offsets, lengths, flags = _columns(directory, info)
         try:
-            with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+            with opened(self._fs, self._tmp_path, _NEW) as fd:
                 self._fs.ftruncate(fd, info.data_bytes)
                 for start, end in _live_pieces(offsets, lengths, flags):
                     for at in range(start, end, PIECE_BYTES):
