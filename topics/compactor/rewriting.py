@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -147,22 +148,22 @@ def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) 
         write_all(fs, fd, b"".join(gathered), offset)
 
 
+@dataclass(eq=False)
 class ColdFetch:
     """Fetches the live frames of one cold segment at a time. `helper` has one thread, which alone uses what is cold,
     and calls `wake` when it has fetched a segment.
     """
 
-    def __init__(
-        self, fs: FileSystem, data_dir: str, source: SegmentSource, helper: Executor, wake: Callable[[], None]
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._source = source
-        self._helper = helper
-        self._wake = wake
-        self._tmp_path = os.path.join(layout.topics_dir(data_dir), f"fetched{layout.TMP_SUFFIX}")
-        self._future: Future[Content] | None = None
-        helper.submit(self._remove_tmp)
+    _fs: FileSystem
+    _data_dir: str
+    _source: SegmentSource
+    _helper: Executor
+    _wake: Callable[[], None]
+    _future: Future[Content] | None = None
+
+    def __post_init__(self) -> None:
+        self._tmp_path = os.path.join(layout.topics_dir(self._data_dir), f"fetched{layout.TMP_SUFFIX}")
+        self._helper.submit(self._remove_tmp)
 
     def begin(self, topic_id: int, info: SegmentInfo) -> None:
         """Begin to fetch the live frames of this segment."""
@@ -213,6 +214,7 @@ class _Candidate(NamedTuple):
     first_seq: int
 
 
+@dataclass(eq=False)
 class Rewriting:
     """Measures segments in which records were deleted, one a step, and rewrites those above `dead_ratio`.
 
@@ -221,29 +223,20 @@ class Rewriting:
     come home, whether records were deleted in them or not.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        data_dir: str,
-        dead_ratio: float,
-        clock: Clock,
-        fetch: ColdFetch | None = None,
-        loan: Loan | None = None,
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._dead_ratio = dead_ratio
-        self._clock = clock
-        self._fetch = fetch
-        self.loan = loan
-        self._queue: WorkQueue[_Candidate] = WorkQueue()
-        self._next_ms = 0
-        self._cold: dict[_Candidate, None] = {}
-        """Cold segments that are to be fetched and rewritten, in this order."""
-        self._fetching: tuple[_Candidate, SegmentInfo] | None = None
-        self._fetch_next_ms = 0
-        self._fetches_failed = 0
-        """The number of failed fetches in a row."""
+    _fs: FileSystem
+    _data_dir: str
+    _dead_ratio: float
+    _clock: Clock
+    _fetch: ColdFetch | None
+    loan: Loan | None
+    _queue: WorkQueue[_Candidate] = field(default_factory=WorkQueue)
+    _next_ms: int = 0
+    _cold: dict[_Candidate, None] = field(default_factory=dict)
+    """Cold segments that are to be fetched and rewritten, in this order."""
+    _fetching: tuple[_Candidate, SegmentInfo] | None = None
+    _fetch_next_ms: int = 0
+    _fetches_failed: int = 0
+    """The number of failed fetches in a row."""
 
     def consider(self, shard_copy: ShardCopy, topic_id: int, first_seq: int) -> None:
         """Queue a segment in which records were deleted."""

@@ -76,29 +76,23 @@ class News(NamedTuple):
     bereft: dict[int, int]
 
 
+@dataclass(eq=False)
 class FollowedLog:
     """The log of one of the leader's shards. Owns the fold of it, and with the catalog the topics that result.
 
     `until()` is how far the log may be read, None while that is not known.
     """
 
-    def __init__(
-        self,
-        fold: Fold,
-        tail: LogTail,
-        until: Callable[[], WalPosition | None],
-        wait: ArchiveWait,
-        catalog: Catalog,
-        routing: Routing,
-    ) -> None:
-        self._fold = fold
-        self._tail = tail
-        self._until = until
-        self._wait = wait
-        wait.committed(catalog, tail.position.word)
-        self._catalog = catalog
-        self._routing = routing
-        self._configs = {hosted.topic.id: hosted.topic.config for hosted in catalog}
+    _fold: Fold
+    _tail: LogTail
+    _until: Callable[[], WalPosition | None]
+    _wait: ArchiveWait
+    _catalog: Catalog
+    _routing: Routing
+
+    def __post_init__(self) -> None:
+        self._wait.committed(self._catalog, self._tail.position.word)
+        self._configs = {hosted.topic.id: hosted.topic.config for hosted in self._catalog}
 
     @property
     def has_news(self) -> bool:
