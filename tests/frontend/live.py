@@ -20,7 +20,7 @@ from topics.frontend.live.stream import StreamSpec
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.wiring import Process, build_app
-from topics.shm.append_messages import AppendReply
+from topics.shm.append_messages import AppendOptions, AppendReply
 from topics.shm.topic_messages import Checkpoint, CheckpointReply, DeleteTopic, PutTopic, TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
@@ -161,7 +161,7 @@ class Live:
 
     def submit(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> asyncio.Future[AppendReply]:
         records = lay_out([(node, b"", data, b"")] * count)
-        return self.gateway.submit_append(0, name, True, None, b"", None, records)
+        return self.gateway.submit_append(0, AppendOptions(name), records)
 
     async def write(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> int:
         """The topic's head after it."""

@@ -12,6 +12,7 @@ from tests.frontend.live import Live, on_loop
 from topics.core.errors import TopicsError
 from topics.frontend.queues.dead_letter_moves import DeadLetters
 from topics.frontend.queues.dealt_jobs import UnreadableJobs
+from topics.shm.append_messages import AppendOptions
 from topics.shm.queue_messages import Dealt
 from topics.storage.frame import lay_out
 
@@ -27,7 +28,7 @@ def test_a_redrive_takes_nothing_of_a_topic_that_has_the_name_of_its_dead_letter
         await live.put("q", type="queue")
         await live.put("dead", type=type_)
         records = lay_out([(b"", b"", b"1", LETTER)] * 2)
-        await live.gateway.submit_append(0, "dead", False, None, b"", None, records)
+        await live.gateway.submit_append(0, AppendOptions("dead", False), records)
         call = live.gateway.call
 
         async def call_later(shard: int, request: Any) -> Any:

@@ -22,7 +22,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import SIGNALLED_AT_ONCE_BYTES, Gateway
 from topics.settings import load
 from topics.shm import append_messages, messages
-from topics.shm.append_messages import AppendReply
+from topics.shm.append_messages import AppendOptions, AppendReply
 from topics.shm.arena import ArenaWriter
 from topics.shm.arena_heap import LocationRing
 from topics.shm.asks import Message
@@ -130,7 +130,7 @@ def one_record(size_bytes: int = 10) -> LaidOut:
 
 
 def append(gateway: Gateway, size_bytes: int = 10, unthrottled: bool = False) -> asyncio.Future[AppendReply]:
-    return gateway.submit_append(0, "t", True, None, b"", None, one_record(size_bytes), unthrottled)
+    return gateway.submit_append(0, AppendOptions("t"), one_record(size_bytes), unthrottled)
 
 
 def fill(shard: Shard, gateway: Gateway) -> list[asyncio.Future[AppendReply]]:
@@ -441,7 +441,8 @@ def test_what_is_too_long_for_the_ring_goes_by_reference(
             whole = memoryview(file.read())
         assert messages.head(whole)[1] == request_id
         request = append_messages.decode_append(whole)
-        assert (request.name, request.count, bytes(request.frames)) == ("t", 1, bytes(one_record(size_bytes).buffer))
+        assert (request.options.name, request.count) == ("t", 1)
+        assert request.frames == one_record(size_bytes).buffer
         shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         assert (await future) == REPLY

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from topics.core.config import CLASSES, TopicConfig
 from topics.shm import append_messages, messages
-from topics.shm.append_messages import AppendReply
+from topics.shm.append_messages import AppendOptions, AppendReply
 from topics.storage.frame import lay_out
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,40}", fullmatch=True)
@@ -26,14 +26,12 @@ def test_append_round_trip(
     name: str, create: bool, if_head_seq: int | None, key: bytes, config: TopicConfig | None, data: list[bytes]
 ) -> None:
     laid_out = lay_out([(b"n", b"", piece, b"") for piece in data])
-    parts = append_messages.encode_append(
-        7, name, create, if_head_seq, key, config, laid_out.offset_len, laid_out.flags, laid_out.buffer
-    )
+    options = AppendOptions(name, create, if_head_seq, key, config)
+    parts = append_messages.encode_append(7, options, laid_out.offset_len, laid_out.flags, laid_out.buffer)
     message = memoryview(b"".join(parts))
     assert messages.head(message) == (messages.MessageKind.APPEND, 7, len(data))
     request = append_messages.decode_append(message)
-    assert (request.name, request.create, request.if_head_seq) == (name, create, if_head_seq)
-    assert (request.key, request.config, request.count) == (key, config, len(data))
+    assert (request.options, request.count) == (options, len(data))
     assert request.offset_len == laid_out.offset_len
     assert (request.record_flags, request.frames) == (laid_out.flags, laid_out.buffer)
 

@@ -178,20 +178,10 @@ class Rig:
     ) -> int:
         self.next_id += 1
         laid_out = lay_out([(b"", tag, piece, b"") for piece in data])
-        assert self.shared.rings[0][self.owner(name)].requests.push(
-            *append_messages.encode_append(
-                self.next_id,
-                name,
-                create,
-                if_head_seq,
-                key,
-                config,
-                laid_out.offset_len,
-                laid_out.flags,
-                laid_out.buffer,
-                jobs,
-            )
-        )
+        options = append_messages.AppendOptions(name, create, if_head_seq, key, config, jobs or [])
+        records = laid_out.offset_len, laid_out.flags, laid_out.buffer
+        message = append_messages.encode_append(self.next_id, options, *records)
+        assert self.shared.rings[0][self.owner(name)].requests.push(*message)
         return self.next_id
 
     def post_call(self, call: Message, shard: int = 0) -> int:

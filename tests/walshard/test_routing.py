@@ -63,9 +63,8 @@ def append_tagged(rig: Rig, name: str, *records: tuple[bytes, bytes]) -> None:
     """(tag, data) each."""
     laid_out = lay_out([(b"", tag, data, b"") for tag, data in records])
     rig.next_id += 1
-    message = append_messages.encode_append(
-        rig.next_id, name, True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
-    )
+    options = append_messages.AppendOptions(name)
+    message = append_messages.encode_append(rig.next_id, options, laid_out.offset_len, laid_out.flags, laid_out.buffer)
     assert rig.shared.rings[0][0].requests.push(*message)
     rig.answer(rig.next_id)
 

@@ -345,9 +345,8 @@ def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:
 
 def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
     laid_out = lay_out([(b"", b"", b"1" * 500_000, b"")])
-    parts = append_messages.encode_append(
-        99, "t", True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
-    )
+    options = append_messages.AppendOptions("t")
+    parts = append_messages.encode_append(99, options, laid_out.offset_len, laid_out.flags, laid_out.buffer)
     spill = f"{tmp_path}/spill"
     with open(spill, "wb") as file:
         file.writelines(parts)
@@ -361,10 +360,9 @@ def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
 
 def post_tagged(rig: Rig, name: str, *tags: bytes) -> None:
     laid_out = lay_out([(b"", tag, b"%d" % number, b"") for number, tag in enumerate(tags)])
+    options = append_messages.AppendOptions(name)
     assert rig.shared.rings[0][0].requests.push(
-        *append_messages.encode_append(
-            10**6, name, True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
-        )
+        *append_messages.encode_append(10**6, options, laid_out.offset_len, laid_out.flags, laid_out.buffer)
     )
     rig.run()
     del rig.replies[10**6]

@@ -38,6 +38,7 @@ from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
 from topics.log import get_logger
+from topics.shm.asks import Asks, ReplyT
 from topics.shm.topic_messages import Checkpoint, MarkAgain, TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import DeferredSyncs, FileSystem, opened
@@ -309,17 +310,22 @@ class Checkpoints:
         return None
 
 
+def ask(shard_copy: ShardCopy, request: Asks[ReplyT]) -> ReplyT:
+    """Have the shard carry out a request. Raise Refused, and what `ShardLink.call` raises when it gives up."""
+    try:
+        return shard_copy.link.call(request)
+    except (TopicsError, OSError) as error:
+        # This OSError comes from shared memory, not from the disk.
+        raise Refused(f"shard {shard_copy.shard}: {error}") from error
+
+
 def mark(shard_copy: ShardCopy, checkpoints: list[TopicCheckpoint]) -> None:
     """Have the shard log the checkpoints, and apply them to the fold at once: in the log they are behind the place that
     the copy has read.
 
     Raise Refused if the shard could not log all of them, or could not be asked.
     """
-    try:
-        reply = shard_copy.link.call(Checkpoint(checkpoints))
-    except (TopicsError, OSError) as error:
-        # This OSError comes from shared memory, not from the disk.
-        raise Refused(f"shard {shard_copy.shard}: {error}") from error
+    reply = ask(shard_copy, Checkpoint(checkpoints))
     deleted, refused = set(reply.deleted), set(reply.refused)
     for checkpoint in checkpoints:
         topic = shard_copy.fold.topics.get(checkpoint.topic_id)
@@ -415,8 +421,5 @@ class DurableMarks:
     def _mark_again(self, shard_copy: ShardCopy, topic_id: int, seqs: Sequence[int]) -> None:
         for at in range(0, len(seqs), SEQS_PER_MESSAGE):
             runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
-            try:
-                shard_copy.link.call(MarkAgain(topic_id, runs))
-            except (TopicsError, OSError) as error:  # about shared memory, see `mark`
-                raise Refused(f"shard {shard_copy.shard}: {error}") from error
+            ask(shard_copy, MarkAgain(topic_id, runs))
             self._alive()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused
+from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, ask
 from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.life import ClockNote, Life, Stopped
@@ -23,7 +23,6 @@ from topics.compactor.segment_building import SealAt
 from topics.compactor.shard_copy import ShardCopy, ShardLink
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import SystemClock
-from topics.core.errors import TopicsError
 from topics.core.fold import Fold, FoldError
 from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD
@@ -105,10 +104,7 @@ def build(
     for shard_copy in shard_copies:
         # After this answer no request of a former life is under way: all its marks are in the log. The shard answers
         # even while it cannot mark deletions: then only snapshots wait, and records still go into segments.
-        try:
-            shard_copy.link.call(Trim(0))
-        except TopicsError as error:
-            raise Refused(f"shard {shard_copy.shard}: {error}") from error
+        ask(shard_copy, Trim(0))
         committed = shard_copy.link.committed
         while committed is None:
             life.wait()

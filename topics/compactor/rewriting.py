@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -39,6 +40,7 @@ from topics.storage.segment_store import SegmentSource
 PIECE_BYTES: Final = 4 * 2**20
 BYTES_PER_S: Final = 32 * 2**20
 """The rate of bytes read or written by rewriting: a fraction of what a disk does for clients."""
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 log = get_logger()
 
@@ -86,7 +88,15 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     tagged.sort()
     version = info.version + 1
     try:
-        _write_pair(fs, directory, info.first_seq, version, old, pieces, words)
+        with (
+            opened(fs, layout.segment_data_path(directory, info.first_seq, version), _NEW) as data_fd,
+            opened(fs, layout.segment_idx_path(directory, info.first_seq, version), _NEW) as idx_fd,
+        ):
+            _copy(fs, old, data_fd, pieces)
+            write_all(fs, idx_fd, words.tobytes(), 0)
+            reached("rewrite.copied")
+            fs.fdatasync(data_fd)
+            fs.fdatasync(idx_fd)
         write_postings(fs, directory, info.first_seq, info.records, tagged, version)
         fs.fsync_dir(directory)
     except Exception:
@@ -97,27 +107,6 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
         raise
     reached("rewrite.synced")
     return msgspec.structs.replace(info, data_bytes=data_bytes, version=version, flags=SEALED)
-
-
-def _write_pair(
-    fs: FileSystem,
-    directory: str,
-    first_seq: int,
-    version: int,
-    old: Content,
-    pieces: list[tuple[int, int]],
-    idx: array[int],
-) -> None:
-    """Write `.data` and `.idx` of the new version and sync them, but not their names."""
-    flags_new = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    data_path = layout.segment_data_path(directory, first_seq, version)
-    idx_path = layout.segment_idx_path(directory, first_seq, version)
-    with opened(fs, data_path, flags_new) as data_fd, opened(fs, idx_path, flags_new) as idx_fd:
-        _copy(fs, old, data_fd, pieces)
-        write_all(fs, idx_fd, idx.tobytes(), 0)
-        reached("rewrite.copied")
-        fs.fdatasync(data_fd)
-        fs.fdatasync(idx_fd)
 
 
 def _idx(directory: str, info: SegmentInfo) -> CommittedFile:
@@ -160,22 +149,22 @@ def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) 
         write_all(fs, fd, b"".join(gathered), offset)
 
 
+@dataclass(eq=False)
 class ColdFetch:
     """Fetches the live frames of one cold segment at a time. The one thread of `helper` alone uses the cold tier; it
     calls `wake` when it has fetched a segment.
     """
 
-    def __init__(
-        self, fs: FileSystem, data_dir: str, source: SegmentSource, helper: Executor, wake: Callable[[], None]
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._source = source
-        self._helper = helper
-        self._wake = wake
-        self._tmp_path = os.path.join(layout.topics_dir(data_dir), f"fetched{layout.TMP_SUFFIX}")
-        self._future: Future[Content] | None = None
-        helper.submit(self._remove_tmp)
+    _fs: FileSystem
+    _data_dir: str
+    _source: SegmentSource
+    _helper: Executor
+    _wake: Callable[[], None]
+    _future: Future[Content] | None = None
+
+    def __post_init__(self) -> None:
+        self._tmp_path = os.path.join(layout.topics_dir(self._data_dir), f"fetched{layout.TMP_SUFFIX}")
+        self._helper.submit(self._remove_tmp)
 
     def begin(self, topic_id: int, info: SegmentInfo) -> None:
         """Begin to fetch the live frames of this segment."""
@@ -201,7 +190,7 @@ class ColdFetch:
         name = layout.object_name(topic_id, info.first_seq, info.version)
         _, offsets, lengths, flags = _columns(directory, info)
         try:
-            with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+            with opened(self._fs, self._tmp_path, _NEW) as fd:
                 self._fs.ftruncate(fd, info.data_bytes)
                 for start, end in _live_pieces(offsets, lengths, flags):
                     for at in range(start, end, PIECE_BYTES):
@@ -226,6 +215,7 @@ class _Candidate(NamedTuple):
     first_seq: int
 
 
+@dataclass(eq=False)
 class Rewriting:
     """Measures segments in which records were deleted, one in each step, and rewrites those above `dead_ratio`.
 
@@ -234,29 +224,20 @@ class Rewriting:
     `loan` come home even if no record was deleted in them.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        data_dir: str,
-        dead_ratio: float,
-        clock: Clock,
-        fetch: ColdFetch | None = None,
-        loan: Loan | None = None,
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._dead_ratio = dead_ratio
-        self._clock = clock
-        self._fetch = fetch
-        self.loan = loan
-        self._queue: WorkQueue[_Candidate] = WorkQueue()
-        self._next_ms = 0
-        self._cold: dict[_Candidate, None] = {}
-        """Cold segments that are to be fetched and rewritten, in this order."""
-        self._fetching: tuple[_Candidate, SegmentInfo] | None = None
-        self._fetch_next_ms = 0
-        self._fetches_failed = 0
-        """The number of failed fetches in a row."""
+    _fs: FileSystem
+    _data_dir: str
+    _dead_ratio: float
+    _clock: Clock
+    _fetch: ColdFetch | None
+    loan: Loan | None
+    _queue: WorkQueue[_Candidate] = field(default_factory=WorkQueue)
+    _next_ms: int = 0
+    _cold: dict[_Candidate, None] = field(default_factory=dict)
+    """Cold segments that are to be fetched and rewritten, in this order."""
+    _fetching: tuple[_Candidate, SegmentInfo] | None = None
+    _fetch_next_ms: int = 0
+    _fetches_failed: int = 0
+    """The number of failed fetches in a row."""
 
     def consider(self, shard_copy: ShardCopy, topic_id: int, first_seq: int) -> None:
         """Queue a segment in which records were deleted."""

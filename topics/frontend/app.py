@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -183,6 +184,7 @@ _GATED: Final = ("/v0/topics", "/v0/routers", "/v0/watch", "/v0/stage", "/v0/txn
 _POLL_S: Final = 0.01
 
 
+@dataclass(eq=False)
 class StartGate:
     """Lets requests through to `app` once every shard has read its log and this process has learned all topics
     (`learn`). After `wait_s` it waits for no shard any more: then `app` answers `not_ready`, with the progress of the
@@ -190,47 +192,42 @@ class StartGate:
     shard which the request may need (`arenas`).
     """
 
-    def __init__(
-        self,
-        app: AsgiApp,
-        shards: Sequence[ProcessCell],
-        wait_s: float,
-        learn: Callable[[], Coroutine[Any, Any, None]],
-        arenas: Arenas,
-    ):
-        self._app = app
-        self._shards = shards
-        self._opens_s = asyncio.get_running_loop().time() + wait_s
-        self._learn = learn
-        self._learning: asyncio.Task[None] | None = None
-        self._is_open = False
-        self._arenas = arenas
+    app: AsgiApp
+    shards: Sequence[ProcessCell]
+    wait_s: float
+    learn: Callable[[], Coroutine[Any, Any, None]]
+    arenas: Arenas
+    _learning: asyncio.Task[None] | None = None
+    _is_open: bool = False
+
+    def __post_init__(self) -> None:
+        self._opens_s = asyncio.get_running_loop().time() + self.wait_s
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if not scope["path"].startswith(_GATED):
-            return self._app(scope, receive, send)
+            return self.app(scope, receive, send)
         if not self._is_open:
             return self._wait(scope, receive, send)
-        if self._arenas.is_behind() and (shards := self._renewed_for(scope["path"])) is not None:
+        if self.arenas.is_behind() and (shards := self._renewed_for(scope["path"])) is not None:
             return self._wait_for(shards, scope, receive, send)
-        return self._app(scope, receive, send)
+        return self.app(scope, receive, send)
 
     def _renewed_for(self, path: str) -> Sequence[int] | None:
         """Return the shards that this request waits for; None if it waits for none."""
         name = path[len(_TOPICS) :].partition("/")[0] if path.startswith(_TOPICS) else ""
-        shards = [owner_shard(name, len(self._shards))] if name and name.isascii() else range(len(self._shards))
-        return shards if any(self._arenas.renewal(shard) for shard in shards) else None
+        shards = [owner_shard(name, len(self.shards))] if name and name.isascii() else range(len(self.shards))
+        return shards if any(self.arenas.renewal(shard) for shard in shards) else None
 
     async def _wait_for(self, shards: Sequence[int], scope: Scope, receive: Receive, send: Send) -> None:
-        await self._arenas.renewed(shards)
-        await self._app(scope, receive, send)
+        await self.arenas.renewed(shards)
+        await self.app(scope, receive, send)
 
     async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        while loop.time() < self._opens_s and any(cell.get("generation") == 0 for cell in self._shards):
+        while loop.time() < self._opens_s and any(cell.get("generation") == 0 for cell in self.shards):
             await asyncio.sleep(_POLL_S)
         if self._learning is None:
-            self._learning = asyncio.create_task(self._learn())
+            self._learning = asyncio.create_task(self.learn())
         await asyncio.shield(self._learning)
         self._is_open = True
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)

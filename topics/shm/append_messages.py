@@ -4,8 +4,8 @@ A request, behind the head that all messages have (`messages.py`):
 
     | options_len u32 | options | offset_len u64 × count | record flags u8 × count | frames … |
 
-`options` are msgpack of `_Options`. `frames` are unstamped Append frames (`storage/frame.py`); `offset_len` has the
-offset and the length of each.
+`options` are msgpack of `AppendOptions`. `frames` are unstamped Append frames (`storage/frame.py`), each at the offset
+and with the length that `offset_len` has.
 
 A reply, behind the head:
 
@@ -35,24 +35,28 @@ _CLASS_SHIFT: Final = 4
 
 JobAttributes = list[tuple[int, int, int, str]]
 """(position in the write, deliver_at_ms, delay_ms, order_key) of records that have one of them; 0 and "" are none."""
-_Options = tuple[str, bool, int | None, bytes, TopicConfig | None, JobAttributes, bool]
-"""(name, create, if_head_seq, key, config, jobs, has_begun)."""
+
+
+class AppendOptions(msgspec.Struct, array_like=True, frozen=True):
+    """All of an append but its records. With `create` a topic that is not there is made, as `config` says."""
+
+    name: str
+    create: bool = True
+    if_head_seq: int | None = None
+    key: bytes = b""
+    config: TopicConfig | None = None
+    jobs: JobAttributes = []
+    has_begun: bool = False
 
 
 class AppendRequest(msgspec.Struct, frozen=True):
     """An append as the shard gets it; `frames` is its own copy, to be stamped."""
 
-    name: str
-    create: bool
-    if_head_seq: int | None
-    key: bytes
-    config: TopicConfig | None
+    options: AppendOptions
     count: int
     offset_len: array[int]
     record_flags: bytes
     frames: bytearray
-    jobs: JobAttributes = []
-    has_begun: bool = False
 
 
 class AppendReply(msgspec.Struct, frozen=True):
@@ -71,25 +75,15 @@ class AppendReply(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_options_decoder = msgspec.msgpack.Decoder(_Options)
+_options_decoder = msgspec.msgpack.Decoder(AppendOptions)
 
 
 def encode_append(
-    request_id: int,
-    name: str,
-    create: bool,
-    if_head_seq: int | None,
-    key: bytes,
-    config: TopicConfig | None,
-    offset_len: array[int],
-    record_flags: bytes,
-    frames: bytes | bytearray,
-    jobs: JobAttributes | None = None,
-    has_begun: bool = False,
+    request_id: int, options: AppendOptions, offset_len: array[int], record_flags: bytes, frames: bytes | bytearray
 ) -> list[Part]:
     """Return the parts of an Append request, for `Ring.push`."""
-    options = _encoder.encode((name, create, if_head_seq, key, config, jobs or (), has_begun))
-    start = HEAD.pack(MessageKind.APPEND, 0, 0, len(offset_len), request_id) + _LENGTH.pack(len(options)) + options
+    encoded = _encoder.encode(options)
+    start = HEAD.pack(MessageKind.APPEND, 0, 0, len(offset_len), request_id) + _LENGTH.pack(len(encoded)) + encoded
     return [start, memoryview(offset_len).cast("B"), record_flags, frames]
 
 
@@ -100,12 +94,10 @@ def decode_append(message: memoryview) -> AppendRequest:
     words_at = at + _LENGTH.unpack_from(message, HEAD_BYTES)[0]
     flags_at = words_at + 8 * count
     frames_at = flags_at + count
-    name, create, if_head_seq, key, config, jobs, has_begun = _options_decoder.decode(message[at:words_at])
     offset_len = array("Q")
     offset_len.frombytes(message[words_at:flags_at])
     record_flags, frames = bytes(message[flags_at:frames_at]), bytearray(message[frames_at:])
-    records = count, offset_len, record_flags, frames
-    return AppendRequest(name, create, if_head_seq, key, config, *records, jobs, has_begun)
+    return AppendRequest(_options_decoder.decode(message[at:words_at]), count, offset_len, record_flags, frames)
 
 
 def encode_append_reply(request_id: int, reply: AppendReply) -> bytearray:

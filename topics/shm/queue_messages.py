@@ -138,12 +138,16 @@ class WorkClose(Message, Asks[Done], frozen=True):
     stream: int
 
 
-class Bury(Message, Asks[RemoveReply], frozen=True):
-    """Remove these dead jobs: they are in the dead-letter topic now. A `topic_id` other than 0 must be the queue's."""
+class _OfRecords(Message, frozen=True):
+    """Base of requests about records of a topic. A `topic_id` other than 0 must be that topic's."""
 
     name: str
     seqs: list[int]
     topic_id: int = 0
+
+
+class Bury(_OfRecords, Asks[RemoveReply], frozen=True):
+    """Remove these dead jobs: they are in the dead-letter topic now."""
 
 
 class Release(Message, Asks[Done], frozen=True):
@@ -166,20 +170,12 @@ class Peek(Message, Asks[Peeked], frozen=True):
     max: int
 
 
-class Reserve(Message, Asks[Reserved], frozen=True):
-    """Reserve the free ones among these records: the queue does not deal them then. `topic_id` is as in `Bury`."""
-
-    name: str
-    seqs: list[int]
-    topic_id: int = 0
+class Reserve(_OfRecords, Asks[Reserved], frozen=True):
+    """Reserve the free ones among these records: the queue does not deal them then."""
 
 
-class Remove(Message, Asks[RemoveReply], frozen=True):
-    """Delete exactly these records of a topic of any type, as far as they exist; `topic_id` is as in `Bury`."""
-
-    name: str
-    seqs: list[int]
-    topic_id: int = 0
+class Remove(_OfRecords, Asks[RemoveReply], frozen=True):
+    """Delete exactly these records of a topic of any type, as far as they exist."""
 
 
 class CursorReply(Message, frozen=True):

@@ -173,26 +173,25 @@ class SessionGet(Message, Asks[SessionOpenReply], frozen=True):
     wid: str
 
 
-class SessionOpen(Message, Asks[SessionOpenReply], frozen=True):
-    """Open a stream of this session; `stream` identifies it (unique in a frontend incarnation)."""
+class _OfStream(Message, frozen=True):
+    """Base of requests about a stream of a session; `stream` identifies it (unique in a frontend incarnation)."""
 
     wid: str
     stream: int
 
 
-class SessionClose(Message, Asks[Done], frozen=True):
+class SessionOpen(_OfStream, Asks[SessionOpenReply], frozen=True):
+    """Open a stream of this session."""
+
+
+class SessionClose(_OfStream, Asks[Done], frozen=True):
     """The stream ended in order. `positions`: last seqs sent by topic, no deleted ones; None: none was ever sent."""
 
-    wid: str
-    stream: int
     positions: dict[str, int] | None
 
 
-class SessionAbandon(Message, Asks[None], frozen=True):
+class SessionAbandon(_OfStream, Asks[None], frozen=True):
     """Nobody waits for the answer to that SessionOpen any more: no stream was opened."""
-
-    wid: str
-    stream: int
 
 
 class TxnReply(Message, frozen=True):

@@ -95,17 +95,18 @@ class OsFileSystem:
     def __init__(self, vectored: bool = True) -> None:
         self._vectored = vectored
 
+    close = staticmethod(os.close)
+    pread = staticmethod(os.pread)
+    ftruncate = staticmethod(os.ftruncate)
+    fallocate = staticmethod(os.posix_fallocate)
+    rmdir = staticmethod(os.rmdir)
+    exists = staticmethod(os.path.exists)
+
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags | os.O_CLOEXEC, mode)
 
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
     def size_bytes(self, fd: int) -> int:
         return os.fstat(fd).st_size
-
-    def pread(self, fd: int, length: int, offset: int) -> bytes:
-        return os.pread(fd, length, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         return os.pwritev(fd, buffers, offset) if self._vectored else os.pwrite(fd, b"".join(buffers), offset)
@@ -113,9 +114,6 @@ class OsFileSystem:
     def write_back(self, fd: int, waits: bool) -> None:
         flags = _WRITE_AND_WAIT if waits else _WRITE
         _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), flags)
-
-    def fdatasync(self, fd: int) -> None:
-        os.fdatasync(fd)
 
     def fsync_dir(self, path: str) -> None:
         with opened(self, path, os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -127,15 +125,12 @@ class OsFileSystem:
                 code = ctypes.get_errno()
                 raise OSError(code, os.strerror(code), path)
 
-    def ftruncate(self, fd: int, size_bytes: int) -> None:
-        os.ftruncate(fd, size_bytes)
-
     def free_bytes(self, path: str) -> int:
         info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
 
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
-        os.posix_fallocate(fd, offset, length)
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
@@ -146,17 +141,11 @@ class OsFileSystem:
     def unlink(self, path: str) -> None:
         os.unlink(path)
 
-    def mkdir(self, path: str) -> None:
-        os.mkdir(path, 0o700)
-
-    def rmdir(self, path: str) -> None:
-        os.rmdir(path)
-
     def listdir(self, path: str) -> list[str]:
         return os.listdir(path)
 
-    def exists(self, path: str) -> bool:
-        return os.path.exists(path)
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path, 0o700)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -55,18 +55,10 @@ class LogPlace(NamedTuple):
     end: WalPosition
 
 
-class LogEnds(Protocol):
-    """The ends of the logs of a directory. Every position is the end of a write."""
-
-    has_end: bool
-    """False if a log may lack its last writes."""
-
-    def read(self) -> list[WalPosition] | None:
-        """Return the ends that all logs had at one time, by shard; None if nobody can tell now."""
-
-
 class RunningEnds:
-    """The ends of a running service's logs. `settled_ends` is the method of its control page (`shm/control.py`)."""
+    """The ends of a running service's logs: each is the end of a write. `settled_ends` is the method of its control page
+    (`shm/control.py`).
+    """
 
     has_end = True
 
@@ -74,13 +66,14 @@ class RunningEnds:
         self._settled_ends = settled_ends
 
     def read(self) -> list[WalPosition] | None:
+        """Return the ends of the logs, by shard, as they all were at one time; None if that cannot be told now."""
         words = self._settled_ends()
         return None if words is None else list(map(WalPosition.of_word, words))
 
 
 class RestingEnds:
     """The ends of the logs of a directory that no service uses; recovery finds them, like at a start. The caller holds
-    the lock. Raise RefusedLog, UnknownSnapshotVersion, OSError.
+    the lock. Raise RefusedLog, UnknownSnapshotVersion, OSError. `has_end` is False if a log may lack its last writes.
     """
 
     def __init__(self, data_dir: str) -> None:
@@ -103,6 +96,9 @@ class RestingEnds:
 
     def read(self) -> list[WalPosition] | None:
         return self._ends
+
+
+LogEnds = RunningEnds | RestingEnds
 
 
 class Origin:

@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Protocol
 
 from topics.storage import layout
@@ -75,6 +76,7 @@ def open_store(
     return LocalStore(fs, layout.topics_dir(place), apart_from, new=new)
 
 
+@dataclass(eq=False)
 class LocalStore:
     """A store in a folder, on whatever file system is mounted there. It must not be the folder `apart_from` under
     another name: after a `put` the caller removes the file that the object was made of.
@@ -84,25 +86,17 @@ class LocalStore:
     another disk.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        root: str,
-        apart_from: str | None = None,
-        *,
-        new: bool = True,
-        way_out: str = f"{MOUNT}; only if they are lost for good, create this folder again and restart the service",
-    ) -> None:
-        self._fs = fs
-        self._root = root
-        self._apart_from = apart_from
-        self._new = new
-        self._way_out = way_out
+    fs: FileSystem
+    root: str
+    apart_from: str | None = None
+    _: KW_ONLY
+    new: bool = True
+    way_out: str = f"{MOUNT}; only if they are lost for good, create this folder again and restart the service"
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         path = self._path(name)
         self._make_directory(os.path.dirname(path))
-        with new_file(self._fs, path, os.O_WRONLY) as fd:
+        with new_file(self.fs, path, os.O_WRONLY) as fd:
             self._write(fd, pieces)
         self._sync_directories(os.path.dirname(path))
 
@@ -120,17 +114,17 @@ class LocalStore:
         for made in (draft, path):
             self._make_directory(os.path.dirname(made))
         try:
-            with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            with opened(self.fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 self._write(fd, [content])
                 _give(fd, os.path.dirname(path))  # before the file gets its name: later another file might have it
-                self._fs.fdatasync(fd)
+                self.fs.fdatasync(fd)
             if os.path.dirname(draft) != os.path.dirname(path):
                 self._remove_old_drafts(draft)
             try:
-                self._fs.link(draft, path)  # if two processes make the same object, only the first one succeeds
+                self.fs.link(draft, path)  # if two processes make the same object, only the first one succeeds
             except FileNotFoundError:  # a `delete` has just removed the empty directory
                 self._make_directory(os.path.dirname(path))
-                self._fs.link(draft, path)
+                self.fs.link(draft, path)
         except FileExistsError:
             return False
         except OSError as error:
@@ -139,31 +133,31 @@ class LocalStore:
             raise
         finally:
             with suppress(OSError):
-                self._fs.unlink(draft)
+                self.fs.unlink(draft)
         self._sync_directories(os.path.dirname(path))
         return True
 
     def _make_directory(self, directory: str) -> None:
-        fs = self._fs
-        if self._new and not fs.exists(self._root):
-            make_dirs(fs, self._root)
-            _give(self._root, os.path.dirname(self._root))
+        fs = self.fs
+        if self.new and not fs.exists(self.root):
+            make_dirs(fs, self.root)
+            _give(self.root, os.path.dirname(self.root))
         self._is_there()
         if not fs.exists(directory):
             with suppress(FileExistsError):  # a killed `put` made it
                 fs.mkdir(directory)
-                _give(directory, self._root)
-            fs.fsync_dir(self._root)
-        if self._apart_from is not None and os.path.samefile(self._root, self._apart_from):
-            raise OSError(errno.EINVAL, f"is {self._apart_from} by another name", self._root)
+                _give(directory, self.root)
+            fs.fsync_dir(self.root)
+        if self.apart_from is not None and os.path.samefile(self.root, self.apart_from):
+            raise OSError(errno.EINVAL, f"is {self.apart_from} by another name", self.root)
 
     def _is_there(self) -> bool:
         """Return whether the folder is there. Raise FileNotFoundError if it should be."""
-        is_there = _is_found(self._fs, self._root)
-        if not is_there and not self._new:
-            reason = f"is missing, and objects were put there: {self._way_out}"
-            raise FileNotFoundError(errno.ENOENT, reason, self._root)
-        self._new &= not is_there
+        is_there = _is_found(self.fs, self.root)
+        if not is_there and not self.new:
+            reason = f"is missing, and objects were put there: {self.way_out}"
+            raise FileNotFoundError(errno.ENOENT, reason, self.root)
+        self.new &= not is_there
         return is_there
 
     def _remove_old_drafts(self, draft: str) -> None:
@@ -172,23 +166,23 @@ class LocalStore:
         for name in os.listdir(directory):
             with suppress(OSError):
                 if made_s - os.stat(path := os.path.join(directory, name)).st_mtime > DRAFT_S:
-                    self._fs.unlink(path)
+                    self.fs.unlink(path)
 
     def _write(self, fd: int, pieces: Iterable[Bytes]) -> None:
         offset = 0
         for piece in pieces:
-            write_all(self._fs, fd, piece, offset)
+            write_all(self.fs, fd, piece, offset)
             offset += len(piece)
 
     def _sync_directories(self, directory: str) -> None:
         """Sync all of them, also those that exist: another `put` may have been killed before its sync."""
-        for parent in (directory, self._root, os.path.dirname(self._root)):
-            self._fs.fsync_dir(parent)
+        for parent in (directory, self.root, os.path.dirname(self.root)):
+            self.fs.fsync_dir(parent)
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         path = self._path(name)
-        with opened(self._fs, path, os.O_RDONLY) as fd:
-            found = read_up_to(self._fs, fd, length, offset)
+        with opened(self.fs, path, os.O_RDONLY) as fd:
+            found = read_up_to(self.fs, fd, length, offset)
         if len(found) != length:
             raise EOFError(f"{path} ends before byte {offset + length}")
         return found
@@ -198,25 +192,25 @@ class LocalStore:
         was_there = False
         for found in (path, path + TMP_SUFFIX):  # with the leftover of a killed `put`
             with suppress(FileNotFoundError):
-                self._fs.unlink(found)
+                self.fs.unlink(found)
                 was_there = True
         if not was_there:
             return
         directory = os.path.dirname(path)
-        self._fs.fsync_dir(directory)
+        self.fs.fsync_dir(directory)
         try:
-            self._fs.rmdir(directory)
+            self.fs.rmdir(directory)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
 
     def list(self, prefix: str) -> list[str]:
-        fs = self._fs
+        fs = self.fs
         topic_prefix, slash, _ = prefix.partition("/")
         if not self._is_there():
             return []
         found = []
-        for topic in fs.listdir(self._root):
+        for topic in fs.listdir(self.root):
             if topic != topic_prefix if slash else not topic.startswith(topic_prefix):
                 continue
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -224,17 +218,17 @@ class LocalStore:
         return sorted(name for name in found if name.startswith(prefix))
 
     def exists(self, name: str) -> bool:
-        return self._is_there() and _is_found(self._fs, self._path(name))
+        return self._is_there() and _is_found(self.fs, self._path(name))
 
     def len(self, name: str) -> int:
-        with opened(self._fs, self._path(name), os.O_RDONLY) as fd:
-            return self._fs.size_bytes(fd)
+        with opened(self.fs, self._path(name), os.O_RDONLY) as fd:
+            return self.fs.size_bytes(fd)
 
     def place(self, name: str) -> str:
         return self._path(name)
 
     def _path(self, name: str) -> str:
-        return os.path.join(self._root, name)
+        return os.path.join(self.root, name)
 
 
 def _is_found(fs: FileSystem, path: str) -> bool:

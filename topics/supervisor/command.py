@@ -145,7 +145,7 @@ def _child_mains() -> ChildMains:
     from topics.archive.main import run as run_archiver
     from topics.compactor.main import run as run_compactor
     from topics.frontend.main import run as run_frontend
-    from topics.supervisor import resharding
+    from topics.supervisor import preparing
     from topics.walshard.main import run as run_walshard
 
     return ChildMains(
@@ -154,9 +154,9 @@ def _child_mains() -> ChildMains:
         compactor=run_compactor,
         archiver=run_archiver,
         follower=run_follower,
-        reshard=resharding.run,
-        needs_reshard=resharding.is_needed,
-        settle_role=resharding.settle_role,
+        reshard=preparing.run,
+        needs_reshard=preparing.is_needed,
+        settle_role=preparing.settle_role,
     )
 
 

@@ -78,31 +78,25 @@ class News(NamedTuple):
     bereft: dict[int, int]
 
 
+@dataclass(eq=False)
 class FollowedLog:
     """The log of one of the leader's shards. It owns the fold of that log, and (with the catalog) the resulting topics.
 
     `until()` is how far the log may be read, None while that is not known.
     """
 
-    def __init__(
-        self,
-        fold: Fold,
-        tail: LogTail,
-        until: Callable[[], WalPosition | None],
-        wait: ArchiveWait,
-        catalog: Catalog,
-        routing: Routing,
-    ) -> None:
-        self._fold = fold
-        self._tail = tail
-        self._until = until
-        self._wait = wait
-        wait.committed(catalog, tail.position.word)
-        self._catalog = catalog
-        self._routing = routing
-        self._configs = {hosted.topic.id: hosted.topic.config for hosted in catalog}
+    _fold: Fold
+    _tail: LogTail
+    _until: Callable[[], WalPosition | None]
+    _wait: ArchiveWait
+    _catalog: Catalog
+    _routing: Routing
+
+    def __post_init__(self) -> None:
+        self._wait.committed(self._catalog, self._tail.position.word)
+        self._configs = {hosted.topic.id: hosted.topic.config for hosted in self._catalog}
         self._due: dict[int, Hosted] = {}
-        """Topics that the archive has more of, to be shown, by their ids."""
+        """Topics with records that came into the archive and are not shown as durable yet, by their ids."""
 
     @property
     def has_news(self) -> bool:

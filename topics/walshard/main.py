@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
-from topics.core.clock import Clock, SystemClock
+from topics.core.clock import SystemClock
 from topics.core.collector import collect_only_young
 from topics.core.fold import FoldError
 from topics.core.governor import Brake
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.control import EXIT_NEXT_LIFE, EXIT_REFUSED, HEARTBEAT_MS, ProcessCell, ProcessState, Role
+from topics.shm.control import EXIT_NEXT_LIFE, EXIT_REFUSED, HEARTBEAT_MS, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.ring import Wake
@@ -58,8 +58,9 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
         cell.set("state", ProcessState.STOPPED)
         return 0
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
+        place = Place(settings, shared, index, rings, cell, clock, fs, preallocating, syncing)
         try:
-            shard = set_up(Place(settings, shared, index, rings, cell, clock, fs, preallocating, syncing)).shard
+            shard = set_up(place).shard
         except (RefusedLog, FoldError, UnknownSnapshotVersion) as error:
             log.error("the log cannot be used as it is", reason=str(error))
             cell.set("state", ProcessState.STOPPED)  # so that the compactor does not wait for it
@@ -73,7 +74,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
         brake = Brake(settings.max_replay_bytes)
         pressure = ShardPressure(shared.control, cell, rings, brake, partial(shared.control.lag_bytes, index))
         is_outdated = partial(shared.control.is_outdated, index)
-        _serve(shard, rings, wake, stop, cell, clock, pressure, is_outdated)
+        _serve(shard, place, wake, stop, pressure, is_outdated)
         if is_outdated() and not stop.requested:
             return EXIT_NEXT_LIFE
         cell.set("state", ProcessState.DRAINING)
@@ -98,15 +99,9 @@ def _leader_is_known(shared: SharedMemory, index: int, stop: _StopRequest, wake:
 
 
 def _serve(
-    shard: Shard,
-    rings: ShardRings,
-    wake: Wake,
-    stop: _StopRequest,
-    cell: ProcessCell,
-    clock: Clock,
-    pressure: ShardPressure,
-    is_outdated: Callable[[], bool],
+    shard: Shard, place: Place, wake: Wake, stop: _StopRequest, pressure: ShardPressure, is_outdated: Callable[[], bool]
 ) -> None:
+    rings, cell, clock = place.rings, place.cell, place.clock
     beat_ms = sweep_ms = busy_ms = clock.monotonic_ms()
     while True:
         pressure.gather()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 from topics.core.clock import ExpiryClock
 from topics.core.errors import TopicsError
@@ -225,11 +225,7 @@ def _put_together(
         topic_messages.EnsureTopic: topic_calls.make,
         topic_messages.StagePublish: sinks.publish,
         topic_messages.StagesOver: sinks.stages_over,
-        topic_messages.TxnBegin: sinks.take,
-        topic_messages.TxnEnd: sinks.take,
-        topic_messages.TxnForget: sinks.take,
-        topic_messages.TxnGet: sinks.take,
-        topic_messages.TxnPending: sinks.take,
+        **dict.fromkeys(get_args(topic_messages.SinkCall), sinks.take),
         topic_messages.MarkAgain: segments.mark_again,
         topic_messages.Trim: segments.trim,
     }

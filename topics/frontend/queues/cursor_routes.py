@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,28 +139,21 @@ def too_many_readers(topic: str, cursor: str) -> TopicsError:
     )
 
 
+@dataclass(eq=False)
 class CursorRoutes:
     """The requests about named cursors, a method for each."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        reader: TopicReader,
-        catching_up: CatchingUp,
-        settings: Settings,
-        cell: ProcessCell,
-        require_leader: Callable[[KeyScope], None],
-    ) -> None:
-        self._catching_up = catching_up
-        self._require_leader = require_leader
-        self._gateway = gateway
-        self._owner = gateway.owner
-        self._reader = reader
-        self._body_max_bytes = settings.max_command_bytes
-        self._cell = cell
-        self._reads = itertools.count(1)
-        self.locks = CursorLocks(gateway.shard_wait_s)
-        self.moving = Budget(limits.CURSOR_PAGES)
+    _gateway: Gateway
+    _reader: TopicReader
+    _catching_up: CatchingUp
+    _settings: Settings
+    _cell: ProcessCell
+    _require_leader: Callable[[KeyScope], None]
+    moving: Budget = field(default_factory=lambda: Budget(limits.CURSOR_PAGES))
+    _reads: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self.locks = CursorLocks(self._gateway.shard_wait_s)
 
     @api.json_route("GET", f"{api.TOPIC_PATH}/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
     @api.describe(
@@ -170,7 +163,7 @@ class CursorRoutes:
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
-        found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
+        found = (await self._gateway.call(self._gateway.owner(name), CursorGet(name, None, after, size + 1))).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [shown_cursor(cursor) for cursor in found[:size]]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
@@ -187,14 +180,14 @@ class CursorRoutes:
     @api.takes(body=CursorBody, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        given = await request.decoded(CursorBody, self._body_max_bytes, b"{}")
+        given = await request.decoded(CursorBody, self._settings.max_command_bytes, b"{}")
         if given.persist_every is not None and given.persist_every < 1:
             raise invalid("persist_every must be at least 1", field="persist_every")
         if given.tail and given.from_seq is not None:
             raise invalid("from_seq and tail exclude each other: give one of them", field="tail")
         await self._catching_up.wait_for(name)
         call = CursorPut(name, cursor, given.consistency, given.persist_every, given.from_seq, given.tail)
-        reply = await self._gateway.call(self._owner(name), call)
+        reply = await self._gateway.call(self._gateway.owner(name), call)
         answer = {"topic": name, **shown_cursor(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
@@ -202,7 +195,7 @@ class CursorRoutes:
     @api.describe("Delete a cursor", api.ok("It is gone, or never was", answers.DeleteCursorAnswer), *api.LOST)
     async def delete(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor))
+        reply = await self._gateway.call(self._gateway.owner(name), CursorDelete(name, cursor))
         return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
 
     @api.asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
@@ -212,7 +205,7 @@ class CursorRoutes:
         started_ns = time.perf_counter_ns()
         name, cursor = _names(scope)
         headers = dict(scope["headers"])
-        body = await read_body(receive, headers, self._body_max_bytes)
+        body = await read_body(receive, headers, self._settings.max_command_bytes)
         request = wire.decode_as(ReadBody, body or b"{}")
         if request.checkpoint:
             self._require_leader(KeyScope.WRITE)
@@ -253,7 +246,7 @@ class CursorRoutes:
             passed_on = True
         finally:
             if lost is not None:
-                self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
+                self._gateway.post(self._gateway.owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
 
     async def _peek(
         self, name: str, cursor: str, options: PageOptions, take_page_room: TakeRoom
@@ -271,14 +264,14 @@ class CursorRoutes:
 
     async def _find(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
         get = CursorGet(name, cursor, passed_seq=passed_seq)
-        (found,) = (await self._gateway.call(self._owner(name), get)).cursors
+        (found,) = (await self._gateway.call(self._gateway.owner(name), get)).cursors
         return found
 
     async def _advance(
         self, name: str, cursor: str, options: PageOptions, lock: CursorLock, take_page_room: TakeRoom
     ) -> tuple[RecordPage, int, CursorPassedOn | None]:
         """Read a page and move the cursor. Return (page, cursor, message for a shard that waits for delivery)."""
-        owner = self._owner(name)
+        owner = self._gateway.owner(name)
         left_at, lock.left_at = lock.left_at, None
         looked = left_at is None
         at: CursorReply | CursorMoved = left_at or await self._find(name, cursor)

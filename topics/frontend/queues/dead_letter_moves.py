@@ -23,7 +23,7 @@ from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
-from topics.shm.append_messages import AppendReply, JobAttributes
+from topics.shm.append_messages import AppendOptions, AppendReply, JobAttributes
 from topics.shm.queue_messages import Bury, Dealt, Release, Remove, Reserve
 from topics.storage.frame import lay_out
 
@@ -191,9 +191,8 @@ class DeadLetters:
             laid_out = lay_out([(record.node.encode(), record.tag.encode(), record.data, meta)])
             create = config is not None
             jobs: JobAttributes = [(0, 0, 0, copy.order_key)] if copy.order_key else []
-            futures.append(
-                self._gateway.submit_append(shard, name, create, None, copy.key, config, laid_out, jobs=jobs)
-            )
+            options = AppendOptions(name, create, None, copy.key, config, jobs)
+            futures.append(self._gateway.submit_append(shard, options, laid_out))
             await slices.yield_if_over()
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         done, refused = list[int](), dict[int, TopicsError]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -65,19 +66,14 @@ class QueueServices:
         self.dead_letters = DeadLetters(gateway, reader, self.unreadable)
 
 
+@dataclass(eq=False)
 class QueueRoutes:
     """The requests to a queue that have one answer, a method for each. The shard decides; records are read here."""
 
-    def __init__(self, services: QueueServices, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
-        self._gateway = services.gateway
-        self._owner = services.gateway.owner
-        self._reader = services.reader
-        self._channel = services.channel
-        self._dead_letters = services.dead_letters
-        self._unreadable = services.unreadable
-        self._catching_up = catching_up
-        self._settings = settings
-        self._cell = cell
+    services: QueueServices
+    catching_up: CatchingUp
+    settings: Settings
+    cell: ProcessCell
 
     @api.asgi_route("POST", f"{api.TOPIC_PATH}/claim", Route.CLAIM, KeyScope.READ | KeyScope.WRITE, "queues")
     @api.describe("Lease jobs", api.ok("Jobs, or none", answers.ClaimAnswer), *JOB_CODES)
@@ -86,10 +82,10 @@ class QueueRoutes:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         # No long part of the body is kept, as the claim may wait for its window and for dead letters.
-        request = await read_request(receive, headers, self._settings.max_command_bytes, self._wish)
+        request = await read_request(receive, headers, self.settings.max_command_bytes, self._wish)
         node = request.node
-        most = max(1, min(request.max, self._settings.max_claim))
-        await self._catching_up.wait_for(name)
+        most = max(1, min(request.max, self.settings.max_claim))
+        await self.catching_up.wait_for(name)
         lease_ms = None if request.lease_ms is None else clamped_lease_ms(request.lease_ms)
         dealt = await self._claim(name, node, most, lease_ms, receive)
         try:
@@ -101,21 +97,21 @@ class QueueRoutes:
                 if room is not None and room.closed:  # sending to it would do nothing, without an error
                     raise ConnectionResetError("the client closed the connection")
                 sent = bisect_right(dealt.seqs, jobs.up_to_seq)
-                self._channel.give_back(name, node, dealt, sent)
+                self.services.channel.give_back(name, node, dealt, sent)
                 ready += len(dealt.seqs) - sent
                 del jobs
-                self._cell.add("records_out", count)
+                self.cell.add("records_out", count)
             answer = _CLAIMED % (name.encode(), body, count, ready, str(elapsed_ms(started_ns)).encode())
             answering = send_json(send, headers, 200, answer)
             del body, answer  # as in `DiffRoute`
             await answering
         except (ConnectionError, asyncio.CancelledError):
-            self._channel.give_back(name, node, dealt)
+            self.services.channel.give_back(name, node, dealt)
             raise
 
     def _wish(self, body: bytes) -> ClaimBody:
         request = wire.decode_as(ClaimBody, body)
-        checked_node(request.node, self._settings)
+        checked_node(request.node, self.settings)
         return request
 
     async def _claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
@@ -123,7 +119,7 @@ class QueueRoutes:
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + MOVE_WAIT_S
         while True:
-            dealt = await self._channel.claim(name, node, most, lease_ms, receive)
+            dealt = await self.services.channel.claim(name, node, most, lease_ms, receive)
             if dealt.ended:
                 raise TopicsError("topic_not_found", f"topic {name!r} was deleted in the meantime", {"topic": name})
             if dealt.refused:
@@ -135,9 +131,9 @@ class QueueRoutes:
             if not dealt.dead:
                 return dealt
             try:
-                await asyncio.wait((self._dead_letters.start_move(name, dealt),), timeout=MOVE_WAIT_S)
+                await asyncio.wait((self.services.dead_letters.start_move(name, dealt),), timeout=MOVE_WAIT_S)
             except asyncio.CancelledError:
-                self._channel.give_back(name, node, dealt)
+                self.services.channel.give_back(name, node, dealt)
                 raise
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
@@ -146,11 +142,11 @@ class QueueRoutes:
         """Read jobs up to the first unreadable one; if none can be read, give all of them back."""
         try:
             if lease_ms is None:
-                lease_ms = self._reader.get(name).config.lease_ms
+                lease_ms = self.services.reader.get(name).config.lease_ms
             async with asyncio.timeout(min(ROOM_WAIT_S, lease_ms / 2000)):
-                await reserve_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
+                await reserve_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self.settings.max_record_bytes))
         except (TopicsError, TimeoutError) as error:
-            self._channel.give_back(name, node, dealt)
+            self.services.channel.give_back(name, node, dealt)
             if not isinstance(error, TimeoutError):
                 raise
             raise limits.CONNECTION_ANSWERS.refused(
@@ -159,13 +155,13 @@ class QueueRoutes:
             ) from None
         jobs = ReadJobs()
         try:
-            await jobs.read(self._reader, name, lease_members(dealt))
+            await jobs.read(self.services.reader, name, lease_members(dealt))
         except TopicsError as error:
             if jobs.count and error.code == "storage_unavailable":
                 return jobs
-            aside = int(self._unreadable.is_unreadable(name, dealt.seqs[0], error))
-            self._channel.give_back(name, node, dealt, 0, aside, ASIDE_MS)
-            self._channel.give_back(name, node, dealt, aside)
+            aside = int(self.services.unreadable.is_unreadable(name, dealt.seqs[0], error))
+            self.services.channel.give_back(name, node, dealt, 0, aside, ASIDE_MS)
+            self.services.channel.give_back(name, node, dealt, aside)
             raise
         return jobs
 
@@ -175,8 +171,9 @@ class QueueRoutes:
     async def ack(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, JobsBody)
-        reply = await self._gateway.call(self._owner(name), Ack(name, given.node, given.seqs, _lease_nos(given)))
-        return _settled(name, "acked", reply)
+        call = Ack(name, given.node, given.seqs, _lease_nos(given))
+        gateway = self.services.gateway
+        return _settled(name, "acked", await gateway.call(gateway.owner(name), call))
 
     @api.json_route("POST", f"{api.TOPIC_PATH}/nack", Route.NACK, KeyScope.WRITE, "queues")
     @api.describe("Give jobs back", api.ok("Which of them", answers.NackAnswer), *JOB_CODES, "batch_too_large")
@@ -185,7 +182,8 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, NackBody)
         call = Nack(name, given.node, given.seqs, _lease_nos(given), min(given.delay_ms, DELAY_MS_MAX))
-        return _settled(name, "nacked", await self._gateway.call(self._owner(name), call))
+        gateway = self.services.gateway
+        return _settled(name, "nacked", await gateway.call(gateway.owner(name), call))
 
     @api.json_route("POST", f"{api.TOPIC_PATH}/extend", Route.EXTEND, KeyScope.WRITE, "queues")
     @api.describe("Keep jobs for longer", api.ok("Until when", answers.ExtendAnswer), *JOB_CODES, "batch_too_large")
@@ -194,7 +192,7 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, ExtendBody)
         call = Extend(name, given.node, given.seqs, _lease_nos(given), clamped_lease_ms(given.lease_ms))
-        reply = await self._gateway.call(self._owner(name), call)
+        reply = await self.services.gateway.call(self.services.gateway.owner(name), call)
         deadlines = {str(seq): reply.deadline_ms for seq in reply.seqs}
         return JsonReply({"topic": name, "extended": len(reply.seqs), "skipped": reply.skipped, "deadlines": deadlines})
 
@@ -203,15 +201,15 @@ class QueueRoutes:
     @api.takes(body=RedriveBody)
     async def redrive(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        given = await request.decoded(RedriveBody, self._settings.max_command_bytes)
+        given = await request.decoded(RedriveBody, self.settings.max_command_bytes)
         source = check_topic_name(given.source, "from")
         request.caller.require(KeyScope.ADMIN, (source,))
         if source == name:
             raise invalid("from must be another topic than the queue itself", field="from")
-        if self._reader.get(name).config.type != "queue":
+        if self.services.reader.get(name).config.type != "queue":
             raise not_a_queue(name)
-        most = max(1, min(given.max, self._settings.max_claim))
-        redriven, next_from_seq = await self._dead_letters.redrive(name, source, given.from_seq, most)
+        most = max(1, min(given.max, self.settings.max_claim))
+        redriven, next_from_seq = await self.services.dead_letters.redrive(name, source, given.from_seq, most)
         answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven}
         if next_from_seq is not None:
             answer["next_from_seq"] = next_from_seq
@@ -224,12 +222,12 @@ class QueueRoutes:
     @api.takes(body=PeekBody, body_required=False)
     async def peek(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        given = await request.decoded(PeekBody, self._settings.max_command_bytes, b"{}")
-        await self._catching_up.wait_for(name)
+        given = await request.decoded(PeekBody, self.settings.max_command_bytes, b"{}")
+        await self.catching_up.wait_for(name)
         found, next_from_seq = await self._peek_jobs(name, given)
         await reserve_room(request.scope, ANSWER_BYTES_MAX)
         jobs = ReadJobs()
-        await jobs.read(self._reader, name, {job.seq: _members(job) for job in found})
+        await jobs.read(self.services.reader, name, {job.seq: _members(job) for job in found})
         if found and jobs.up_to_seq < found[-1].seq:
             next_from_seq = jobs.up_to_seq
         answer: dict[str, Any] = {"topic": name, "jobs": msgspec.Raw(b"[%b]" % jobs.body), "count": jobs.count}
@@ -239,13 +237,13 @@ class QueueRoutes:
 
     async def _peek_jobs(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
-        owner = self._owner(name)
-        most = max(1, min(request.max, self._settings.max_claim))
+        owner = self.services.gateway.owner(name)
+        most = max(1, min(request.max, self.settings.max_claim))
         jobs: list[JobView] = []
         from_seq, more = request.from_seq, True
         for _ in range(LOOKS_MAX):
             peek = Peek(name, from_seq, request.state, most - len(jobs))
-            peeked = await self._gateway.call(owner, peek)
+            peeked = await self.services.gateway.call(owner, peek)
             jobs += peeked.jobs
             from_seq, more = peeked.up_to_seq, peeked.more
             if not more or len(jobs) >= most:
@@ -254,9 +252,9 @@ class QueueRoutes:
 
     async def _jobs_body(self, request: ApiRequest, body_type: type[JobsBodyT]) -> JobsBodyT:
         """Read and check the body of an ack, nack or extend."""
-        given = await request.decoded(body_type, self._settings.max_command_bytes)
-        checked_node(given.node, self._settings)
-        most = max(SEQS_MAX, self._settings.max_claim)
+        given = await request.decoded(body_type, self.settings.max_command_bytes)
+        checked_node(given.node, self.settings)
+        most = max(SEQS_MAX, self.settings.max_claim)
         if not given.seqs:
             raise invalid("seqs must name at least one job", field="seqs")
         if len(given.seqs) > most:

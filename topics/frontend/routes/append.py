@@ -30,7 +30,7 @@ from topics.frontend.routes import operations as api
 from topics.frontend.routes.long_bodies import BodyT
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
-from topics.shm.append_messages import AppendReply, JobAttributes
+from topics.shm.append_messages import AppendOptions, AppendReply, JobAttributes
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 from topics.storage.frame import LaidOut, lay_out, lay_out_plain
@@ -106,18 +106,11 @@ class AppendRoute:
                 if self._gateway.arenas.view(name) is None:
                     raise
                 config, create = None, False
-        return self._gateway.submit_append(
-            self._gateway.owner(name),
-            name,
-            create,
-            request.if_head_seq,
-            key,
-            config,
-            records,
-            unthrottled=request.disable_backpressure,
-            jobs=self._job_attributes(name, request.records),
-            has_begun=request.producer is not None and request.producer.begun,
-        )
+        jobs = self._job_attributes(name, request.records)
+        has_begun = request.producer is not None and request.producer.begun
+        options = AppendOptions(name, create, request.if_head_seq, key, config, jobs, has_begun)
+        shard = self._gateway.owner(name)
+        return self._gateway.submit_append(shard, options, records, request.disable_backpressure)
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
         request = self._decoded(body)

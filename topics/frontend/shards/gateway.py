@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
-from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.archive_acks import ArchiveAcks
@@ -34,7 +33,7 @@ from topics.frontend.shards.pending_requests import (
 )
 from topics.log import get_logger
 from topics.shm import append_messages, messages
-from topics.shm.append_messages import AppendReply, JobAttributes
+from topics.shm.append_messages import AppendOptions, AppendReply
 from topics.shm.asks import Asks, Message, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
@@ -149,17 +148,7 @@ class Gateway:
     # -- requests
 
     def submit_append(
-        self,
-        shard: int,
-        name: str,
-        create: bool,
-        if_head_seq: int | None,
-        key: bytes,
-        config: TopicConfig | None,
-        records: LaidOut,
-        unthrottled: bool = False,
-        jobs: JobAttributes | None = None,
-        has_begun: bool = False,
+        self, shard: int, options: AppendOptions, records: LaidOut, unthrottled: bool = False
     ) -> asyncio.Future[AppendReply]:
         """Send a write. The future fails with a TopicsError: the shard's own, `shard_unavailable` (the outcome is
         unknown), or `throttled` (nothing was sent). An `unthrottled` write waits for room in the ring for as long as
@@ -168,9 +157,7 @@ class Gateway:
         self.arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         laid_out = records.offset_len, records.flags, records.buffer
-        parts = append_messages.encode_append(
-            request_id, name, create, if_head_seq, key, config, *laid_out, jobs, has_begun
-        )
+        parts = append_messages.encode_append(request_id, options, *laid_out)
         if not self._lone_writes.is_alone(len(self.pending), len(records.buffer)):
             return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
         self._lone_writes.begin()

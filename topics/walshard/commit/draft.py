@@ -32,6 +32,12 @@ class RingRequest(msgspec.Struct, eq=False):
     reply: bytearray | None = None
 
 
+Then = Callable[[], None] | None
+"""The step that follows a write: once it is in the log (`apply`), or if it never gets there (`undo`)."""
+ControlBodies = list[tuple[FrameType, bytes]]
+"""The frames of one write that have no record, in order."""
+
+
 class LogWrite(msgspec.Struct, eq=False):
     """One atomic write: all of its frames get into the log, or none.
 
@@ -42,11 +48,11 @@ class LogWrite(msgspec.Struct, eq=False):
     """
 
     buffers: list[Bytes]
-    apply: Callable[[], None] | None = None
+    apply: Then = None
     place: Callable[[int, int], None] | None = None
     more_frames: int = 0
     sync: bool = False
-    undo: Callable[[], None] | None = None
+    undo: Then = None
     takes_room: bool = False
     request: RingRequest | None = None
 
@@ -60,13 +66,7 @@ class LogWrite(msgspec.Struct, eq=False):
 
 
 def control_write(
-    topic: Topic,
-    ts: int,
-    bodies: list[tuple[FrameType, bytes]],
-    apply: Callable[[], None] | None,
-    undo: Callable[[], None] | None = None,
-    *,
-    sync: bool = False,
+    topic: Topic, ts: int, bodies: ControlBodies, apply: Then, undo: Then = None, *, sync: bool = False
 ) -> LogWrite:
     """Return one atomic write of control frames. It is synced if `sync` or the topic's class says so."""
     last = len(bodies) - 1

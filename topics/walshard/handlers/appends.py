@@ -36,14 +36,15 @@ class Appends:
 
     def prepare(self, request: AppendRequest, _frontend: int, group: Draft) -> AppendReply:
         """Add a write to a group, or find that it repeats one. After TopicsError or ArenaFullError nothing is added."""
-        name, key, count, now = request.name, request.key, request.count, self._time.now
+        options, count, now = request.options, request.count, self._time.now
+        name, key = options.name, options.key
         # Records of a decided batch must be published. Quotas were asked when its stages were made.
         is_decided = bool(key) and is_stage_key(key)
         records = RecordFrames(request.offset_len, request.record_flags, len(request.frames))
         hosted, created = group.made.get(name) or self._catalog.find(name), False
         if hosted is None:
-            config = request.config or TopicConfig()
-            if not (request.create and config.auto_create):
+            config = options.config or TopicConfig()
+            if not (options.create and config.auto_create):
                 raise topic_not_found(name)
             hosted, created = self._catalog.make(name, config, now.wall_ms, is_decided), True
             hosted.topic.ceilings = Ceilings.of_new(config, count)
@@ -51,7 +52,7 @@ class Appends:
         pending = group.pending_of(hosted.topic, now)
         try:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)
-            conditions = request.if_head_seq, bool(request.jobs), expiry_ms, request.has_begun
+            conditions = options.if_head_seq, bool(options.jobs), expiry_ms, options.has_begun
             known = pending.admit(key, records, *conditions)
             if known is not None:
                 if key in pending.keys:
@@ -74,7 +75,7 @@ class Appends:
             if isinstance(error, TopicsError) and pending.has_writes:
                 raise CommitFirst from None  # pending writes may cause this error, and the log may yet refuse them
             raise
-        write = pending.write(key, records, request.jobs)
+        write = pending.write(key, records, options.jobs)
         group.add_append(hosted, write, append_frames(write, request.frames, created=created))
         if created:
             group.made[name] = hosted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
@@ -21,7 +21,7 @@ from topics.storage.frame import FrameType
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
 from topics.storage.topic_frames import delete_frame, floor_frame
-from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps, control_write
+from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps, Then, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import TagSearch
@@ -195,13 +195,7 @@ class Deletes:
             raise CommitFirst
 
     def remove(
-        self,
-        group: Draft,
-        hosted: Hosted,
-        seqs: list[int],
-        *,
-        dead_letters: int = 0,
-        undo: Callable[[], None] | None = None,
+        self, group: Draft, hosted: Hosted, seqs: list[int], *, dead_letters: int = 0, undo: Then = None
     ) -> None:
         """Add the removal of live records (ascending seqs) to a group. The caller has called `require_settled`.
         `dead_letters` is how many of them went to the dead letters; `undo` runs if the log refuses the removal.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from weakref import WeakSet
 
@@ -22,7 +21,7 @@ from topics.shm.queue_messages import (
     CursorReply,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import Draft, LogWrite, Steps, control_write
+from topics.walshard.commit.draft import Draft, LogWrite, Steps, Then, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
@@ -125,21 +124,13 @@ class NamedCursors:
         self._persist(group, hosted, cursor, cursor.persist_failed)
         return Done()
 
-    def _persist(self, group: Draft, hosted: Hosted, cursor: NamedCursor, undo: Callable[[], None]) -> None:
+    def _persist(self, group: Draft, hosted: Hosted, cursor: NamedCursor, undo: Then) -> None:
         if cursor.to_persist:
             cursor.persisting()
             body = cursor.body()
             group.add(self._write(hosted, body, partial(cursor.persisted, body), undo, sync=cursor.strict))
 
-    def _write(
-        self,
-        hosted: Hosted,
-        body: CursorFrameBody,
-        apply: Callable[[], None],
-        undo: Callable[[], None] | None = None,
-        *,
-        sync: bool,
-    ) -> LogWrite:
+    def _write(self, hosted: Hosted, body: CursorFrameBody, apply: Then, undo: Then = None, *, sync: bool) -> LogWrite:
         bodies = [(FrameType.CURSOR, encode_body(body))]
         return control_write(hosted.topic, self._time.now.wall_ms, bodies, apply, undo, sync=sync)
 

@@ -44,7 +44,7 @@ from topics.shm.queue_messages import (
     WorkOpen,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import CommitFirst, Draft, Steps, control_write
+from topics.walshard.commit.draft import CommitFirst, ControlBodies, Draft, Steps, Then, control_write
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.workers import Timers, Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.hosted.catalog import Catalog
@@ -216,7 +216,7 @@ class Queues:
         seqs, dead = leases.take(call.max, deliveries_max(config), frontend, self._time.now)
         leased = leases.lease(seqs, call.node, call.lease_ms or config.lease_ms, self._time.now, None)
         dealt = dealt_of(call.stream, leased, dead, leases, hosted.topic)
-        self._log_leases(group, hosted, seqs, partial(self._unclaim, leases, seqs, dead), carries_out=True)
+        self._log_leases(group, hosted, seqs, partial(self._unclaim, leases, seqs, dead))
         return dealt
 
     def ack(self, call: Ack, frontend: int, group: Draft) -> AckReply:
@@ -259,7 +259,7 @@ class Queues:
         seqs, skipped = self._owned(group, hosted, leases, call)
         former = leases.extend(seqs, call.lease_ms, self._time.now)
         reply = ExtendReply(seqs, skipped, self._time.now.wall_ms + call.lease_ms)
-        self._log_leases(group, hosted, seqs, partial(leases.unextend, former), carries_out=True)
+        self._log_leases(group, hosted, seqs, partial(leases.unextend, former))
         return reply
 
     def open_work(self, call: WorkOpen, frontend: int, group: Draft) -> Done:
@@ -323,33 +323,17 @@ class Queues:
         self.changed(hosted)
         self._log_leases(group, hosted, seqs)
 
-    def _log_leases(
-        self,
-        group: Draft,
-        hosted: Hosted,
-        seqs: list[int],
-        undo: Callable[[], None] | None = None,
-        *,
-        carries_out: bool = False,
-    ) -> None:
+    def _log_leases(self, group: Draft, hosted: Hosted, seqs: list[int], undo: Then = None) -> None:
         """Add the leases of these jobs to the group if the queue has `leases_durable`."""
         leases = hosted.topic.queue
         if seqs and leases is not None and hosted.topic.config.leases_durable:
             bodies = [(FrameType.LEASE, encode_body(body)) for body in leases.bodies(seqs)]
-            self._log(group, hosted, bodies, None, undo, carries_out=carries_out)
+            self._log(group, hosted, bodies, None, undo)
 
-    def _log(
-        self,
-        group: Draft,
-        hosted: Hosted,
-        bodies: list[tuple[FrameType, bytes]],
-        apply: Callable[[], None] | None,
-        undo: Callable[[], None] | None,
-        *,
-        carries_out: bool = True,
-    ) -> None:
+    def _log(self, group: Draft, hosted: Hosted, bodies: ControlBodies, apply: Then, undo: Then) -> None:
+        """Add a write to the group. The request that is being handled fails with one that has something to undo."""
         write = control_write(hosted.topic, self._time.now.wall_ms, bodies, apply, undo)
-        group.add(write, carries_out=carries_out)
+        group.add(write, carries_out=undo is not None)
 
     # -- dealing
 

@@ -13,7 +13,7 @@ from topics.core.errors import TopicsError
 from topics.core.idempotency import stage_key
 from topics.core.names import owner_shard
 from topics.log import get_logger
-from topics.shm.append_messages import AppendReply, AppendRequest
+from topics.shm.append_messages import AppendOptions, AppendReply, AppendRequest
 from topics.shm.asks import Done
 from topics.shm.topic_messages import (
     SinkCall,
@@ -92,13 +92,13 @@ class Sinks:
         try:
             stage = txn_files.decode_stage(read_all(self._fs, path))
         except FileNotFoundError:
-            return AppendRequest(call.name, False, None, key, None, 0, array("Q"), b"", bytearray())
+            return AppendRequest(AppendOptions(call.name, False, key=key), 0, array("Q"), b"", bytearray())
         except (OSError, TxnFileDamagedError) as error:
             raise _unusable(path, error) from None
         if stage.topic != call.name:
             raise _unusable(path, TxnFileDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
         records = len(stage.offset_len), stage.offset_len, stage.record_flags, stage.frames
-        return AppendRequest(stage.topic, True, None, key, None, *records)
+        return AppendRequest(AppendOptions(stage.topic, key=key), *records)
 
     def _require_pending(self, sink: str, batch: int) -> None:
         """Raise `fenced` unless the sink's file says that the batch is being published. Another shard may own the sink.

@@ -8,7 +8,6 @@ knows better.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -29,7 +28,7 @@ from topics.shm.topic_messages import (
 )
 from topics.storage.frame import FrameType
 from topics.storage.topic_frames import control_frame
-from topics.walshard.commit.draft import Draft, LogWrite, Steps
+from topics.walshard.commit.draft import Draft, LogWrite, Steps, Then
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
 
@@ -154,9 +153,7 @@ class WatchSessions:
             self.by_wid[wid] = session
         self._holdings.sessions = len(self.by_wid)
 
-    def _log(
-        self, body: SessionFrameBody, apply: Callable[[], None], undo: Callable[[], None] | None = None
-    ) -> Steps[None]:
+    def _log(self, body: SessionFrameBody, apply: Then, undo: Then = None) -> Steps[None]:
         entry = _session_frame(body, self._time.now.wall_ms)
         yield Draft(ram=[LogWrite([entry], apply, undo=undo)], reply=Done())
 

@@ -253,7 +253,8 @@ class Copier:
             return None
         topic, now_ms = feed.topic, self._clock.now_ms()
         body = feed.body(last_source_seq, full)
-        write = feed.cursor_write(body, now_ms, trimmed=count, trim_reason=reason)
+        body.trimmed, body.trim_reason = count, 0 if reason == EvictReason.SOURCE_TRIM else int(reason)
+        write = feed.cursor_write(body, now_ms)
 
         def apply() -> None:
             feed.logged(body)

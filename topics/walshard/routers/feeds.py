@@ -10,7 +10,6 @@ from enum import Enum
 from functools import partial
 
 from topics.core.config import U64_MAX
-from topics.core.floors import EvictReason
 from topics.core.routers import FeedFrameBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
 from topics.log import get_logger
@@ -121,20 +120,9 @@ class Feed:
         """Return its routers as they are registered."""
         return [one.router for one in self.routers]
 
-    def cursor_write(
-        self,
-        body: FeedFrameBody,
-        now_ms: int,
-        *,
-        sync: bool = False,
-        trimmed: int = 0,
-        trim_reason: EvictReason = EvictReason.SOURCE_TRIM,
-    ) -> LogWrite:
-        """Return the write of a cursor alone, for the durable log. The next `trimmed` seqs of the dest are a gap."""
-        if trimmed:
-            body.trimmed = trimmed
-            body.trim_reason = 0 if trim_reason == EvictReason.SOURCE_TRIM else int(trim_reason)
-        cursor = self.cursor_frame(body, self.topic.head_seq + trimmed, now_ms)
+    def cursor_write(self, body: FeedFrameBody, now_ms: int, *, sync: bool = False) -> LogWrite:
+        """Return the write of a cursor alone, for the durable log."""
+        cursor = self.cursor_frame(body, self.topic.head_seq + body.trimmed, now_ms)
         return LogWrite([cursor], partial(self.logged, body), sync=sync)
 
 

@@ -20,19 +20,18 @@ from topics.core.location import FILE_BITS, LOCATION_IN_RAM_LOG, LOCATION_LOST, 
 from topics.core.names import owner_shard
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList
 from topics.settings import Settings
-from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.arena import ArenaReader, TopicView, announced_arena
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.borrowed import open_cold
 from topics.storage.copies import Original, UnstampedCopies, as_copies, each_copy, segment_as_copies
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, opened
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
 from topics.walshard.routers.cold_reads import ColdReads, UnknownError
 
 _RUN_BYTES: Final = 1 << 18
 _FILES_MAX: Final = 16
-_ATTACH_TRIES: Final = 10
 LEARNED_AT_ONCE: Final = 256
 """New topics of a shard whose names one step learns, at some 12 µs each."""
 
@@ -222,29 +221,26 @@ class Originals:
 
     def _arena_of(self, name: str) -> ArenaReader:
         shard = owner_shard(name, self._shards)
-        for _ in range(_ATTACH_TRIES):
-            generation = self._cells[shard].get("generation")
-            if not generation:
-                raise UnknownError
-            arena = self._arenas[shard]
-            if arena is not None and arena.generation == generation:
-                if arena.unlearned > LEARNED_AT_ONCE:
-                    self.unlearned[shard] = arena
-                    raise UnknownError
-                return arena
+        cell, arena = self._cells[shard], self._arenas[shard]
+        if not (generation := cell.get("generation")):
+            raise UnknownError
+        if arena is None or arena.generation != generation:
             try:
-                newer = ArenaReader(self._identity, shard, generation)
-            except FileNotFoundError:
-                continue  # the shard has replaced its arena once more
+                newer = announced_arena(self._identity, shard, lambda: cell.get("generation"))
+            except RuntimeError:
+                raise UnknownError from None
             if arena is not None:
                 arena.close()
             # The shard has restarted. File numbers go on, but it may have replaced a damaged file that is open here.
             for key in [key for key in self._open if key[0] == shard]:
                 self._fs.close(self._open.pop(key))
             self._last = None  # after a restart a seq may have another record
-            self._arenas[shard] = newer
+            self._arenas[shard] = arena = newer
             self.unlearned.pop(shard, None)
-        raise UnknownError
+        if arena.unlearned > LEARNED_AT_ONCE:
+            self.unlearned[shard] = arena
+            raise UnknownError
+        return arena
 
 
 def _require(found: T | None) -> T:
@@ -305,11 +301,8 @@ class SegmentOriginals:
             raise ValueError(f"{path}: {error}") from error
 
     def _pread(self, path: str, start: int, end: int) -> bytes:
-        fd = self._fs.open(path, os.O_RDONLY)
-        try:
+        with opened(self._fs, path, os.O_RDONLY) as fd:
             content = self._fs.pread(fd, end - start, start)
-        finally:
-            self._fs.close(fd)
         if len(content) != end - start:
             raise ValueError(f"{path} ends before byte {end}")
         return content

@@ -6,6 +6,7 @@ Every process reads the registry in the router table. The shard of a router's de
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
 from topics.core.errors import TopicsError
 from topics.core.routers import FoldedRouters, Router, RouterRegistry, encode_router
@@ -22,22 +23,18 @@ from topics.walshard.commit.draft import Draft, LogWrite, Steps
 log = get_logger()
 
 
+@dataclass(eq=False)
 class Registrar:
     """Owns the registry and the table of routers in shared memory. It logs each change before it shows it."""
 
-    def __init__(
-        self,
-        table: RouterTableWriter,
-        state: FoldedRouters,
-        cell: ProcessCell,
-        routers_max: int,
-        now_ms: Callable[[], int],
-    ) -> None:
-        self._table = table
-        self._cell = cell
-        self._routers_max = routers_max
-        self._now_ms = now_ms
-        self._registry = RouterRegistry()
+    _table: RouterTableWriter
+    state: InitVar[FoldedRouters]
+    _cell: ProcessCell
+    _routers_max: int
+    _now_ms: Callable[[], int]
+    _registry: RouterRegistry = field(default_factory=RouterRegistry)
+
+    def __post_init__(self, state: FoldedRouters) -> None:
         for router in sorted(state.routers.values(), key=lambda router: router.id):
             self._registry.put(router)
         self._registry.last_id = max(self._registry.last_id, state.last_id)
