@@ -17,6 +17,7 @@ from topics.client.http import Event, TransportError
 T = TypeVar("T")
 
 Item: TypeAlias = Record | TombstoneAnswer
+Raised = Literal["raise"]
 Tombstones = Literal["raise", "yield"]
 """The two ways to report a gap: as a GapError, the default, or as a tombstone among the records."""
 
