@@ -240,8 +240,7 @@ class _Production:
         self.close_max_s = options.get("close_max_s", CLOSE_MAX_S)
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._closed = False
-        self._asleep = False
-        """True while there is nothing to send, until someone is told that there is."""
+        self._asleep = False  # with nothing to send, until it is told that there is something
         self._pid = THIS_PROCESS[0]
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
