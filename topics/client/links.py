@@ -196,8 +196,7 @@ class AsyncLink:
 
     @classmethod
     async def connect(cls, address: ServiceAddress) -> Self:
-        host, port, tls = address.host, address.port, address.tls
-        name = host if tls else None
+        host, port, tls, name = address.host, address.port, address.tls, address.host if address.tls else None
         try:
             async with asyncio.timeout(CONNECT_MAX_S):
                 return cls(*await asyncio.open_connection(host, port, ssl=tls, server_hostname=name, limit=PART_BYTES))

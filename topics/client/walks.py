@@ -137,6 +137,8 @@ class Following:
         options: dict[str, Any],
         attempts: Callable[[str], Attempts],
     ) -> None:
+        if not isinstance(positions, (str, Mapping)):  # a list of names would be taken for pairs of letters
+            raise TypeError(f"positions are a topic or seqs by topic, not {positions!r}: give them as {{'orders': 0}}")
         self.positions = {positions: 0} if isinstance(positions, str) else dict(positions)
         self._tombstones = tombstones
         self._options = {"heartbeat_ms": HEARTBEAT_MS, "include_tags": True} | options
