@@ -53,7 +53,7 @@ def follow(topics: Client, topic: str, position: int, count: int, *, quiet: bool
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="follow", description="Follow a topic live, one line per event: seq, tag, data."
+        prog="follow", allow_abbrev=False, description="Follow a topic live, one line per event: seq, tag, data."
     )
     parser.add_argument("--url", default="http://127.0.0.1:4000", help="the service (default %(default)s)")
     parser.add_argument("--token", help="its API key, if it wants one")

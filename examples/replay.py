@@ -96,7 +96,7 @@ def replay(topics: Client, topic: str, source: Path, *, rate: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="replay", description="Replay change events into a topic, one write per commit."
+        prog="replay", allow_abbrev=False, description="Replay change events into a topic, one write per commit."
     )
     parser.add_argument("--url", default="http://127.0.0.1:4000", help="the service (default %(default)s)")
     parser.add_argument("--token", help="its API key, if it wants one")

@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="webhooks", description="Deliver webhooks from a queue.")
+    parser = argparse.ArgumentParser(prog="webhooks", allow_abbrev=False, description="Deliver webhooks from a queue.")
     parser.add_argument("--url", default="http://127.0.0.1:4000", help="the service (default %(default)s)")
     parser.add_argument("--token", help="its API key, if it wants one")
     commands = parser.add_subparsers(dest="command", required=True, metavar="send|work|failed|again")
@@ -111,7 +111,7 @@ def parse() -> argparse.Namespace:
         ("failed", "list the dead letters"),
         ("again", "bring the dead letters back"),
     ):
-        command = commands.add_parser(name, help=help)
+        command = commands.add_parser(name, help=help, allow_abbrev=False)
         command.add_argument("--queue", default="webhooks", help="name of the queue (default %(default)s)")
         if name == "send":
             command.add_argument("receiver", help="where to")

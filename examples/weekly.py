@@ -20,7 +20,9 @@ SHOWN = 6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="weekly", description="From events to a chart, by way of Spark.")
+    parser = argparse.ArgumentParser(
+        prog="weekly", allow_abbrev=False, description="From events to a chart, by way of Spark."
+    )
     parser.add_argument("--url", default="http://127.0.0.1:4000", help="the service (default %(default)s)")
     parser.add_argument("--topic", default=TOPIC, help="the topic (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("weekly"), help="directory for lake and chart")

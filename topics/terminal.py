@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 _CODES: Final = {"head": "1", "faint": "2", "bad": "31", "good": "32", "warn": "33"}
 SHELLS: Final = ("bash", "zsh", "fish")
@@ -14,6 +14,13 @@ CLEAR: Final = "\x1b[H\x1b[2J"
 
 Paint = Callable[[str, str], str]
 """Returns a text in a style: one of `head`, `faint`, `good`, `warn`, `bad`; `""` for none."""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """A parser, like those of its verbs, that takes options as they are spelled: abbreviations change their sense."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
 
 class Styled(str):

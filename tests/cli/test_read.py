@@ -119,6 +119,13 @@ def test_tail_prints_the_last_ones(shell: Shell, topics: Client, topic: str) -> 
     assert shell.ok("tail", "-n", "1", "--data-only", topic) == "30\n"
 
 
+def test_tail_of_more_than_there_can_be_prints_all(shell: Shell, topics: Client, topic: str) -> None:
+    topics.append(topic, range(3))
+    assert [record["data"] for record in values(shell.ok("tail", topic, "-n", "9" * 30))] == [0, 1, 2]
+    topics.put_topic(f"{topic}.empty")
+    assert not shell.ok("tail", f"{topic}.empty", "-n", "9" * 30)
+
+
 def test_tail_looks_further_back_where_records_were_deleted(shell: Shell, topics: Client, topic: str) -> None:
     topics.append(topic, [NewRecord(number, tag="keep" if number in (1, 3, 5) else "drop") for number in range(1, 41)])
     topics.delete_records(topic, match="drop")

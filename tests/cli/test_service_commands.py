@@ -103,6 +103,29 @@ def test_lag_has_every_reader(shell: Shell, topics: Client, topic: str) -> None:
     assert shell.ok("lag", topic, "--over", "3").splitlines() == ["TOPIC  KIND  READER  LAG  LEASED  HEAD"]
 
 
+def test_what_is_not_kept_any_more_is_no_lag(shell: Shell, topics: Client, topic: str) -> None:
+    """Nobody can read it; a cursor that is made, of a topic with a ttl, would be millions behind."""
+    topics.append(topic, range(50))
+    topics.delete_records(topic, before_seq=41)
+    topics.cursor(topic, "new").put()
+    topics.cursor(topic, "begun").put(from_seq=45)
+    found = values(shell.ok("lag", topic, "--json"))
+    assert [(one["reader"], one["lag"]) for one in found] == [("new", 10), ("begun", 5)]
+    assert [line.split()[3] for line in shell.ok("cursor", topic, "list").splitlines()] == ["LAG", "5", "10"]
+    shown = next(iter(values(shell.ok("top", topic, "--rounds", "1", "--json"))))
+    assert [one["lag"] for one in shown["topics"]] == [10]
+
+
+@pytest.mark.parametrize(
+    "command", [["read"], ["tail"], ["delete", "--topic", "--yes"], ["create"], ["queue", "claim"], ["cursor", "list"]]
+)
+def test_an_empty_name_is_named(shell: Shell, command: list[str]) -> None:
+    """A variable of the shell that is not set."""
+    refused = shell.run(command[0], "", *command[1:])
+    assert refused.returncode == 2
+    assert "name in this path is empty" in refused.stderr
+
+
 def test_apply(shell: Shell, topics: Client, topic: str, tmp_path: Path) -> None:
     declared = tmp_path / "topics.toml"
     declared.write_text(f"""

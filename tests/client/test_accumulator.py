@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -166,3 +168,42 @@ def test_records_are_sent_as_they_are_encoded_now() -> None:
         records.add(object())
     sent = json.loads(records.take().records())
     assert sent == [{"data": {"a": 1}}, {"data": None, "tag": "x", "meta": {"m": "1"}}]
+
+
+def test_an_interrupt_at_any_call_loses_no_record_that_was_taken() -> None:
+    """Python runs the handler of a signal where a function begins and behind calls, so there Ctrl-C may end `add`."""
+    interrupts = 0
+    for at_call in range(60):
+        accumulator: Accumulator = Accumulator(ProducerLimits(batch_records=2), Future, lambda: 0.0)
+        left = at_call
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal left
+            if event != "c_call" and frame.f_code.co_filename.endswith("client/accumulator.py"):
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+
+        taken: dict[int, Any] = {}
+        for number in range(4):
+            sys.setprofile(interrupt)
+            try:
+                taken[number] = accumulator.add(number)
+            except KeyboardInterrupt:
+                interrupts += 1
+            finally:
+                sys.setprofile(None)
+        accumulator.seal()
+        written: list[int] = []
+        while accumulator.pause_s() is not None:
+            records = [record["data"] for record in json.loads(accumulator.take().records())]
+            assert records, "a write of nothing would be refused"
+            accumulator.note(len(written) + 1)
+            written += records
+        assert accumulator.last is not None
+        assert accumulator.last.settled.done(), "a flush ends"
+        for number, (batch, index) in taken.items():
+            assert batch.settled.done()
+            assert written[batch.seq_of(index) - 1] == number
+        assert len(set(written)) == len(written)
+    assert interrupts > 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import repeat
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,13 @@ def test_a_request_that_came_too_slowly_was_not_carried_out() -> None:
 def test_a_follower_that_asked_for_rare_heartbeats_waits_for_them(heartbeat_ms: int, silence_s: float) -> None:
     following = Following("t", "raise", {"heartbeat_ms": heartbeat_ms}, lambda path: Attempts(RETRY, True, path))
     assert following.silence_max_s == silence_s
+
+
+def test_a_list_of_topics_to_follow_is_not_taken_for_pairs_of_letters() -> None:
+    """Each name of two letters would have been a topic of one, from the seq of the other."""
+    names: Any = ["o1"]
+    with pytest.raises(TypeError, match=r"not \['o1'\]: give them as"):
+        Following(names, "raise", {}, lambda path: Attempts(RETRY, True, path))
 
 
 def test_a_stop_that_a_stream_announced_is_no_failure_and_the_next_end_is_one() -> None:

@@ -132,6 +132,29 @@ def test_a_forked_child_that_settles_a_job_of_its_parent_is_refused(topics: Clie
     poll("the other one to be given back", lambda: states(topics, queue) == [(2, "waiting")])
 
 
+@pytest.mark.parametrize("former", ["the default", "the program's"])
+def test_a_signal_to_a_forked_child_is_not_one_to_its_parent(topics: Client, queue: str, former: str) -> None:
+    """A pool of processes ends its children so, and waits for their ends."""
+    topics.append(queue, JOBS, create=False)
+    handler = signal.SIG_DFL if former == "the default" else lambda *_: os._exit(7)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with closing(topics.queue(queue).work(stop_on=(signal.SIGUSR1,))) as jobs:
+            assert next(jobs).data == 1
+            child = os.fork()
+            if not child:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os._exit(1)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert code == (-signal.SIGUSR1 if former == "the default" else 7)
+            assert next(jobs).data == 2, "the parent goes on"
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert next(jobs, None) is None, "until it gets the signal itself"
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_job_is_lost_once_its_loop_has_ended(topics: Client, queue: str) -> None:
     topics.append(queue, JOBS, create=False)
     jobs = topics.queue(queue).work()

@@ -30,6 +30,7 @@ from topics.client import (
     TopicFullError,
     UnreachableError,
 )
+from topics.client.accumulator import Accumulator
 from topics.client.producers import new_epoch
 
 HELD = ProducerLimits(linger_ms=3_600_000)
@@ -317,6 +318,77 @@ def test_threads_share_a_producer(topics: Client, topic: str) -> None:
     found = stored(topics, topic)
     for writer in range(4):
         assert [number for one, number in found if one == writer] == list(range(300))
+
+
+@pytest.mark.parametrize("act", ["close", "flush", "send"])
+def test_a_signal_handler_that_interrupts_a_send_waits_for_nothing(
+    topics: Client, topic: str, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    def use(*_: object) -> None:
+        getattr(producer, act)(*(["of the handler"] if act == "send" else []))
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("the handler waits for what it interrupts")
+
+    before = signal.signal(signal.SIGUSR1, use), signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    try:
+        with topics.producer(topic) as producer:
+            with monkeypatch.context() as patch:
+                add = Accumulator.add
+
+                def interrupted(records: Accumulator, record: Any) -> Any:
+                    signal.raise_signal(signal.SIGUSR1)
+                    return add(records, record)
+
+                patch.setattr(Accumulator, "add", interrupted)
+                with pytest.raises(RuntimeError, match=rf"a handler cannot use the producer of '{topic}'.* set a flag"):
+                    producer.send("interrupted")
+            assert producer.send("after").result(20) == 1
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGUSR1, before[0])
+        signal.signal(signal.SIGALRM, before[1])
+    assert stored(topics, topic) == ["after"]
+
+
+@pytest.mark.parametrize("act", ["close", "flush", "send"])
+def test_a_handler_in_the_thread_that_sends_waits_for_nothing(topics: Client, topic: str, act: str) -> None:
+    """The log's, or the callback of a future."""
+    told: list[Exception] = []
+
+    def use(_: object) -> None:
+        try:
+            getattr(producer, act)(*([2] if act == "send" else []))
+        except RuntimeError as error:
+            told.append(error)
+
+    with topics.producer(topic) as producer:
+        sent = producer.send(1)
+        sent.batch.settled.add_done_callback(use)
+        assert sent.result(20) == 1
+        poll("the handler", lambda: bool(told))
+        assert producer.send(3).result(20) == 2
+    assert "wait for itself" in str(told[0])
+    assert stored(topics, topic) == [1, 3]
+
+
+def test_a_send_that_was_interrupted_holds_up_no_later_one(
+    topics: Client, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with topics.producer(topic) as producer:
+        assert producer.send("before").result(20) == 1
+        with monkeypatch.context() as patch:
+            add = Accumulator.add
+
+            def interrupted(records: Accumulator, record: Any) -> Any:
+                add(records, record)
+                raise KeyboardInterrupt
+
+            patch.setattr(Accumulator, "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                producer.send("interrupted")
+        assert producer.send("after").result(20) == 3
 
 
 def test_a_forked_child_cannot_use_it_and_does_not_disturb(topics: Client, topic: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +287,83 @@ def test_a_follower_alone_takes_no_writes(tmp_path: Path) -> None:
             with pytest.raises(ApiError, match="follows another one"):
                 producer.close()
             assert _data(client, "orders") == [1]
+
+
+@contextmanager
+def _silent() -> Iterator[tuple[str, list[socket.socket]]]:
+    """An address that takes connections and says nothing: its URL, and the connections."""
+    taken: list[socket.socket] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                taken.append(listener.accept()[0])
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for one in taken:
+            one.close()
+
+
+NOBODY = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("first", ["nobody", "one that hangs"])
+def test_an_address_that_does_not_answer_is_not_the_last_one(
+    service: Service, topic: str, kind: type[Client] | type[AsyncClient], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both kinds of client, for a write, a long poll, a follower, a producer and a worker."""
+    monkeypatch.setattr("topics.client.links.ANSWER_MAX_S", 0.2)
+    put(service.client, f"{topic}.q", type="queue")
+    with _silent() as (silent, _):
+        urls = [NOBODY if first == "nobody" else silent, service.url]
+
+        def use() -> list[Any]:
+            with Client(urls) as one, Client(urls) as two, Client(urls) as three, Client(urls) as four:
+                found: list[Any] = [one.append(topic, [1]).first_seq]
+                found.append(two.diff(topic, wait_ms=100).records[0].data)
+                with closing(three.follow(topic)) as frames:
+                    found.append(next(frames)[1].seq)  # type: ignore[union-attr]
+                with one.producer(topic) as producer:
+                    found.append(producer.send(2).result(60))
+                one.append(f"{topic}.q", ["job"])
+                with closing(four.queue(f"{topic}.q").work()) as jobs:
+                    found.append(next(jobs).data)
+                return found
+
+        async def use_async() -> list[Any]:
+            async with AsyncClient(urls) as one, AsyncClient(urls) as two, AsyncClient(urls) as three:
+                found: list[Any] = [(await one.append(topic, [1])).first_seq]
+                found.append((await two.diff(topic, wait_ms=100)).records[0].data)
+                async with aclosing(three.follow(topic)) as frames:
+                    found.append((await anext(frames))[1].seq)  # type: ignore[union-attr]
+                async with AsyncClient(urls) as four, four.producer(topic) as producer:
+                    found.append(await (await producer.send(2)))
+                await one.append(f"{topic}.q", ["job"])
+                async with AsyncClient(urls) as five, aclosing(five.queue(f"{topic}.q").work()) as jobs:
+                    found.append((await anext(jobs)).data)
+                return found
+
+        assert (use() if kind is Client else asyncio.run(use_async())) == [1, 1, 1, 2, "job"]
+
+
+def test_requests_that_wait_for_their_turn_go_where_those_before_them_moved(
+    service: Service, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would have waited for the time-out of an answer again."""
+    monkeypatch.setattr("topics.client.links.ANSWER_MAX_S", 0.2)
+    monkeypatch.setattr("topics.client.clients.REQUESTS_MAX", 1)
+
+    async def use(silent: str) -> set[int]:
+        async with AsyncClient([silent, service.url]) as client:
+            return {one.first_seq for one in await asyncio.gather(*(client.append(topic, [n]) for n in range(5)))}
+
+    with _silent() as (silent, taken):
+        assert asyncio.run(use(silent)) == {1, 2, 3, 4, 5}
+        assert len(taken) == 1

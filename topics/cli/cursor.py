@@ -9,6 +9,7 @@ from typing import Final, get_args
 
 from topics.api.requests import Consistency
 from topics.cli import shared
+from topics.cli.lag import behind
 from topics.cli.shared import print_items, printing
 from topics.client import Client, CursorState
 from topics.terminal import Cell
@@ -42,10 +43,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(client: Client, options: argparse.Namespace) -> int:
-    head_seq = client.get_topic(options.topic, touch=False).head_seq
+    topic = client.get_topic(options.topic, touch=False)
 
     def row(one: CursorState) -> Sequence[Cell]:
-        return (one.cursor, one.consistency, one.cursor_seq, max(0, head_seq - one.cursor_seq), one.persisted_seq)
+        return (one.cursor, one.consistency, one.cursor_seq, behind(topic, one.cursor_seq), one.persisted_seq)
 
     print_items(client.list_cursors(options.topic), options, "CURSOR CONSISTENCY POSITION LAG PERSISTED", row, 2)
     return 0

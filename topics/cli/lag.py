@@ -12,7 +12,7 @@ import msgspec
 from topics.cli import shared
 from topics.cli.list_topics import AT_ONCE
 from topics.cli.shared import EXIT_FOUND, print_items
-from topics.client import Client, CursorState, NotFoundError, TopicEntry
+from topics.client import Client, CursorState, NotFoundError, TopicEntry, TopicState
 from topics.progress import counted, progress
 from topics.terminal import Cell, Styled
 
@@ -24,7 +24,7 @@ _EXAMPLES: Final = """  topics lag
 class Reader(msgspec.Struct, frozen=True):
     """A reader of a topic: a named cursor, a router, or the workers of a queue.
 
-    `lag` counts seqs, of a queue its ready jobs. `leased` are jobs in somebody's hands.
+    `lag` counts seqs that are kept, of a queue its ready jobs. `leased` are jobs in somebody's hands.
     """
 
     kind: str
@@ -33,6 +33,11 @@ class Reader(msgspec.Struct, frozen=True):
     lag: int
     head_seq: int
     leased: int | None = None
+
+
+def behind(topic: TopicEntry | TopicState, seq: int) -> int:
+    """Return the lag of a reader that has read up to `seq`: no seq counts below the first record that is kept."""
+    return max(0, topic.head_seq - max(seq, topic.earliest_seq - 1))
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +68,11 @@ def _row(one: Reader) -> Sequence[Cell]:
 def readers(client: Client, prefix: str) -> Iterator[Reader]:
     """Yield all readers of the topics whose names begin with `prefix`."""
     topics = list(counted(client.list_topics(prefix), " topics"))
-    heads = {topic.topic: topic.head_seq for topic in topics}
+    by_name = {topic.topic: topic for topic in topics}
     for router in client.list_routers():
-        if router.source in heads and router.lag is not None:
-            yield Reader("router", router.source, router.router, router.lag, heads[router.source])
+        if (source := by_name.get(router.source)) is not None and router.lag is not None:
+            lag = behind(source, source.head_seq - router.lag)
+            yield Reader("router", source.topic, router.router, lag, source.head_seq)
 
     def cursors(topic: TopicEntry) -> list[CursorState]:
         try:
@@ -80,5 +86,4 @@ def readers(client: Client, prefix: str) -> Iterator[Reader]:
             if topic.queue is not None:
                 yield Reader("queue", topic.topic, "workers", topic.queue.ready, topic.head_seq, topic.queue.in_flight)
             for one in found:
-                lag = max(0, topic.head_seq - one.cursor_seq)
-                yield Reader("cursor", topic.topic, one.cursor, lag, topic.head_seq)
+                yield Reader("cursor", topic.topic, one.cursor, behind(topic, one.cursor_seq), topic.head_seq)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from topics import __version__
+from topics.terminal import OptionParser
 from topicsd import guarded
 
 COMMANDS: Final = {
@@ -51,7 +52,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def make_parser(whole: Collection[str | None]) -> argparse.ArgumentParser:
     """Return the parser of all commands; only those of `whole` have their own arguments."""
-    parser = argparse.ArgumentParser(prog="topics", description="Commands of topics, a persistent event engine.")
+    parser = OptionParser(prog="topics", description="Commands of topics, a persistent event engine.")
     parser.add_argument("--version", action="version", version=f"topics {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, about) in COMMANDS.items():

@@ -15,17 +15,7 @@ import msgspec
 
 from topics.api.requests import State
 from topics.cli import shared
-from topics.cli.shared import (
-    EXIT_REFUSED,
-    BadLineError,
-    LineBatch,
-    UsageError,
-    print_line,
-    put,
-    record_lines,
-    say,
-    stdin_batches,
-)
+from topics.cli.shared import EXIT_REFUSED, BadLineError, LineBatch, UsageError, print_line, put, say, stdin_batches
 from topics.client import ApiError, ClaimedJob, Client, TopicState, calls
 from topics.client.calls import Call
 from topics.client.errors import api_error
@@ -122,7 +112,7 @@ def _claim(client: Client, options: argparse.Namespace) -> int:
                 break
             bar.update(waited_s - bar.n)
             time.sleep(min(CLAIM_EVERY_S, options.wait_s - waited_s))
-    put(record_lines([JobLine(claimed_by=options.node, **msgspec.structs.asdict(job)) for job in jobs]))
+    put(shared.record_lines([JobLine(claimed_by=options.node, **msgspec.structs.asdict(job)) for job in jobs]))
     return 0
 
 
@@ -226,7 +216,7 @@ def _peek(client: Client, options: argparse.Namespace) -> int:
     with progress(" jobs", left, shown=True) as bar:
         while left > 0 and from_seq is not None:
             page = queue.peek(options.state, min(left, SETTLE_MAX_JOBS), from_seq)
-            put(record_lines(page.jobs))
+            put(shared.record_lines(page.jobs))
             left -= len(page.jobs)
             from_seq = page.next_from_seq
             bar.update(len(page.jobs))

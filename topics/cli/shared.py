@@ -16,6 +16,7 @@ from argparse import SUPPRESS
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -92,16 +93,13 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
         retry = Retry(total_s=getattr(options, "patience_s", PATIENCE_DEFAULT_S))
         with Client(url_of(options), token=_key(options), retry=retry) as client:
             return work(client, options)
-    except UsageError as error:
-        say(name, str(error))
-        return EXIT_USAGE
     except UnreachableError as error:
         say(name, f"{error} (--url or TOPICS_URL names the service)")
         return EXIT_UNREACHABLE
     except ApiError as error:
         say(name, f"{error.code}: {error.message}")
         return EXIT_REFUSED
-    except ClientError as error:
+    except (UsageError, ClientError) as error:
         say(name, str(error))
         return EXIT_USAGE
 
@@ -176,10 +174,7 @@ def whole(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    return whole(text, 1)
-
-
+positive: Final = partial(whole, least=1)
 _encoder: Final = msgspec.json.Encoder()
 
 

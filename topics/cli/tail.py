@@ -59,7 +59,7 @@ def _print_last(client: Client, topic: str, count: int, printer: RecordPrinter) 
     holes, so the last `count` may lie further back than `count` seqs.
     """
     state = client.get_topic(topic, touch=False)
-    if count == 0:
+    if (count := min(count, state.head_seq)) == 0:
         return state.head_seq
     back = count
     while True:

@@ -107,7 +107,7 @@ class Accumulator:
         """The last errors of rejected records that nobody has asked for."""
         self._held_bytes = 0
         self.last: Batch | None = None
-        """The batch that was begun last: when it is settled, all are."""
+        """The batch that was sealed last: when it is settled, all are."""
         self.n = 1
         """The number of the next part that is written."""
         self.failure: Exception | None = None
@@ -130,7 +130,7 @@ class Accumulator:
             data = data[_DATA_AT:-1]
         batch = self._open
         if batch is None:
-            batch = self._open = self.last = Batch(self._new_future(), self._clock(), self.unseen)
+            batch = self._open = Batch(self._new_future(), self._clock(), self.unseen)
         index = len(batch.data)
         batch.data.append(data)
         size_bytes = len(data) + RECORD_OVERHEAD_BYTES
@@ -143,10 +143,13 @@ class Accumulator:
 
     def seal(self) -> None:
         """Send what there is without waiting for more."""
-        batch, self._open = self._open, None
-        if batch is not None:
+        batch = self._open
+        if batch is not None and batch.data:
             batch.unsettled = len(batch.data)
-            self._parts.append(BatchPart(batch, 0, batch.unsettled))
+            part, self.last = BatchPart(batch, 0, batch.unsettled), batch
+            # In one step: the handler of a signal runs behind a call, not before it.
+            self._open = None
+            self._parts.append(part)
 
     def pause_s(self) -> float | None:
         """Return the seconds until something is to be sent: 0 for now, None if that needs another record first."""

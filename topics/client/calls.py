@@ -14,7 +14,7 @@ import msgspec
 
 from topics.api import answers, requests, segment_answers
 from topics.api.requests import Consistency, NewRecord, ProducerBody, State
-from topics.client.errors import NotFiniteError, ServiceFaultError
+from topics.client.errors import ClientError, NotFiniteError, ServiceFaultError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -80,7 +80,9 @@ class LeasedJob(Protocol):
 
 @lru_cache(maxsize=1024)
 def path_of(*parts: str) -> str:
-    """Return the path `/v0/…` of these parts, quoted."""
+    """Return the path `/v0/…` of these parts, quoted. ClientError for a name that is empty or no text."""
+    if not all(isinstance(part, str) and part for part in parts):
+        raise ClientError(f"{parts!r}: a name in this path is empty or no text: give one like 'orders'")
     return "/".join(["/v0", *(quote(part, safe="") for part in parts)])
 
 

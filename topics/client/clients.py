@@ -7,20 +7,10 @@ import logging
 import math
 import ssl
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, closing, nullcontext
 from functools import partial
-from typing import Any, Final, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Final, Self, TypeVar, Unpack, overload
 from urllib.parse import urlencode
 
 from topics.api.answers import Record
@@ -28,12 +18,12 @@ from topics.client.attempts import NOT_LEADER, RETRY, THROTTLED, UNKNOWN, Attemp
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError
-from topics.client.http import AnswerReader, Event, NotSentError, TransportError
-from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
+from topics.client.http import Event, NotSentError, TransportError
+from topics.client.links import AsyncLink, Link, finish, finish_each
 from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
 from topics.client.servers import Reads, Servers, make_servers
-from topics.client.walks import Following, Item, Tombstones, TopicGone, Walk
+from topics.client.walks import Following, Item, Raised, Tombstones, TopicGone, Walk
 
 T = TypeVar("T")
 
@@ -56,8 +46,9 @@ class Connection(Commands):
         self._retry = retry
         self._pause = pause
 
-    async def _ask(self, links: LinkPool, request: bytes, waits: bool) -> AnswerReader:
-        return await links.ask(request)
+    def _turn(self, waits: bool) -> AbstractAsyncContextManager[Any]:
+        """Return what a request is sent within; `waits`: it is a long poll."""
+        return nullcontext()
 
     async def carry_out(self, call: Call[T]) -> T:
         """Carry out a call and repeat it where that is safe, as a coroutine in both kinds of client."""
@@ -68,12 +59,13 @@ class Connection(Commands):
         servers = self._reads if call.only_reads else self._writes
         untried, is_told = len(servers) - 1, False
         while True:
-            server = servers.current
-            request = server.address.request(call.method, call.target, call.body, headers)
             refusal: ApiError | None = None
             pause_s, stays = 0.0, False
             try:
-                answer = await self._ask(server.links, request, call.waits)
+                async with self._turn(call.waits):
+                    server = servers.current  # not before: while this one waited, others may have moved on
+                    request = server.address.request(call.method, call.target, call.body, headers)
+                    answer = await server.links.ask(request)
             except TransportError as error:
                 trouble = describe(error)
                 servers.move_on(server)
@@ -197,20 +189,17 @@ class AsyncClient(Connection):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, links: LinkPool, request: bytes, waits: bool) -> AnswerReader:
-        if waits:
-            return await links.ask(request)
+    def _turn(self, waits: bool) -> AbstractAsyncContextManager[Any]:
         loop = asyncio.get_running_loop()
         if loop not in self._turns:  # one loop after the other may use the client, but each needs its own semaphore
             self._turns = {loop: asyncio.Semaphore(REQUESTS_MAX)}
-        async with self._turns[loop]:
-            return await links.ask(request)
+        return nullcontext() if waits else self._turns[loop]
 
     async def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
         return await self.carry_out(call)
 
-    async def _walk(self, walk: Walk[T]) -> AsyncIterator[T]:
+    async def _walk(self, walk: Walk[T]) -> AsyncGenerator[T, None]:
         async for items in self._pages(walk):
             for item in items:
                 yield item
@@ -229,7 +218,7 @@ class AsyncClient(Connection):
 
     @overload
     def follow(
-        self, positions: Mapping[str, int] | str, *, tombstones: Literal["raise"] = "raise", **options: Any
+        self, positions: Mapping[str, int] | str, *, tombstones: Raised = "raise", **options: Any
     ) -> AsyncGenerator[tuple[str, Record | TopicGone], None]: ...
     @overload
     def follow(
@@ -311,7 +300,7 @@ class Client(Connection):
 
     @overload
     def follow(
-        self, positions: Mapping[str, int] | str, *, tombstones: Literal["raise"] = "raise", **options: Any
+        self, positions: Mapping[str, int] | str, *, tombstones: Raised = "raise", **options: Any
     ) -> Generator[tuple[str, Record | TopicGone], None, None]: ...
     @overload
     def follow(

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from topics.api.answers import Record
 from topics.client import calls, walks
 from topics.client.calls import Call
 from topics.client.http import Event
-from topics.client.walks import Item, Tombstones, Walk
+from topics.client.walks import Item, Raised, Tombstones, Walk
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,13 +60,7 @@ class Read(Protocol):
 
     @overload
     def __call__(
-        self,
-        topic: str,
-        from_seq: int = 0,
-        *,
-        tombstones: Literal["raise"] = "raise",
-        wait: bool = False,
-        **options: Any,
+        self, topic: str, from_seq: int = 0, *, tombstones: Raised = "raise", wait: bool = False, **options: Any
     ) -> Iterator[Record]: ...
     @overload
     def __call__(
@@ -79,13 +73,7 @@ class AsyncRead(Protocol):
 
     @overload
     def __call__(
-        self,
-        topic: str,
-        from_seq: int = 0,
-        *,
-        tombstones: Literal["raise"] = "raise",
-        wait: bool = False,
-        **options: Any,
+        self, topic: str, from_seq: int = 0, *, tombstones: Raised = "raise", wait: bool = False, **options: Any
     ) -> AsyncIterator[Record]: ...
     @overload
     def __call__(

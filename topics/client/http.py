@@ -9,16 +9,12 @@ import base64
 import os
 import ssl
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import httptools
 
 from topics.client.errors import ClientError
-
-ANSWER_MAX_S: Final = 45.0
-"""Time-out of an answer: the longest long poll, and a margin."""
-CONNECT_MAX_S: Final = 5.0
 
 
 class TransportError(Exception):

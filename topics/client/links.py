@@ -14,19 +14,13 @@ from contextlib import suppress
 from typing import Any, Final, Self, TypeVar
 
 from topics.client.attempts import error_of
-from topics.client.http import (
-    ANSWER_MAX_S,
-    CONNECT_MAX_S,
-    AnswerReader,
-    Event,
-    EventReader,
-    NotSentError,
-    ServiceAddress,
-    TransportError,
-)
+from topics.client.http import AnswerReader, Event, EventReader, NotSentError, ServiceAddress, TransportError
 
 T = TypeVar("T")
 
+ANSWER_MAX_S: Final = 45.0
+"""Time-out of an answer: the longest long poll, and a margin."""
+CONNECT_MAX_S: Final = 5.0
 IDLE_LINKS_MAX: Final = 20
 IDLE_MAX_S: Final = 5.0
 """Longest idle time after which a connection is used again: one that was cut unnoticed costs a time-out."""
@@ -202,14 +196,10 @@ class AsyncLink:
 
     @classmethod
     async def connect(cls, address: ServiceAddress) -> Self:
-        name = address.host if address.tls else None
+        host, port, tls, name = address.host, address.port, address.tls, address.host if address.tls else None
         try:
             async with asyncio.timeout(CONNECT_MAX_S):
-                return cls(
-                    *await asyncio.open_connection(
-                        address.host, address.port, ssl=address.tls, server_hostname=name, limit=PART_BYTES
-                    )
-                )
+                return cls(*await asyncio.open_connection(host, port, ssl=tls, server_hostname=name, limit=PART_BYTES))
         except OSError as error:
             raise NotSentError(error) from error
 

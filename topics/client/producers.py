@@ -240,6 +240,7 @@ class _Production:
         self.close_max_s = options.get("close_max_s", CLOSE_MAX_S)
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._closed = False
+        self._asleep = False  # with nothing to send, until it is told that there is something
         self._pid = THIS_PROCESS[0]
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
@@ -325,6 +326,7 @@ class _Production:
                     while (pause_s := records.pause_s()) != 0:
                         if self._closed:
                             return
+                        self._asleep = pause_s is None
                         await self._work.pause(pause_s)
                     part, n = records.take(), records.n
                 outcome = await self._placing.deliver(carrier, part, n)
@@ -347,14 +349,15 @@ class Producer(_Production):
     def __init__(
         self, client: Carrier, connect: Callable[..., Any], topic: str, name: str | None, options: ProducerOptions
     ) -> None:
-        lock = threading.Lock()
+        lock = threading.RLock()
         super().__init__(client, topic, name, options, Future, (_ThreadSignal(lock), _ThreadSignal(lock)))
-        self._lock = lock
+        self._lock, self._is_inside = lock, lock._is_owned  # type: ignore[attr-defined]
         self._own = connect(sleep=self._pause)
         self._ended = threading.Event()
         finish(self._placing.begin(client))
         sending = self._send_all(self._own)
-        threading.Thread(target=lambda: finish(sending), name=self._placing.what, daemon=True).start()
+        self._thread = threading.Thread(target=lambda: finish(sending), name=self._placing.what, daemon=True)
+        self._thread.start()
         _left.add(self)
 
     def last(self) -> Record | None:
@@ -368,18 +371,29 @@ class Producer(_Production):
         records = self._records
         if self._pid != THIS_PROCESS[0]:
             self._check_usable()
+        if self._is_inside():
+            self._check_outside(True)
         with self._lock:
             if self._closed or records.failure is not None or records.is_full:
+                self._check_outside(False)
                 finish(self._make_room(timeout_s))
             batch, index = records.add(record)
-            if not index or batch.unsettled:
+            if self._asleep or batch.unsettled:
                 self._work.notify_all()
+                self._asleep = False
         return SentRecord(batch, index)
+
+    def _check_outside(self, is_inside: bool) -> None:
+        """RuntimeError for a handler (of a signal, the log, the collector) that would wait for what it interrupts."""
+        if is_inside or threading.current_thread() is self._thread:
+            what = f"a handler cannot use the {self._placing.what} that it interrupts: it would wait for itself"
+            raise RuntimeError(f"{what}; have it set a flag, or raise an exception")
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Send what waits and wait until all records have their outcome; TimeoutError when that takes longer. Raise
         the producer's failure if it has one.
         """
+        self._check_outside(self._is_inside())
         finish(self._flush_checked(timeout_s))
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -388,6 +402,7 @@ class Producer(_Production):
         """
         if self._closed or self._pid != THIS_PROCESS[0]:
             return
+        self._check_outside(self._is_inside())
         try:
             finish(self._close(timeout_s))
         finally:
@@ -457,7 +472,7 @@ class AsyncProducer(_Production):
             await self._make_room(None)
         batch, index = records.add(record)
         self._step_due = not index % STEP_RECORDS
-        if not index or batch.unsettled:
+        if self._asleep or batch.unsettled:
             self._work.notify_all()
         return AsyncSentRecord(batch, index)
 

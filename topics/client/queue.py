@@ -19,6 +19,7 @@ from typing import Any, Final, Self, TypeVar
 
 from topics.client.commands import AsyncMember, AsyncService, Caller, QueueCommands, SyncMember
 from topics.client.errors import ClientError, LeaseLostError
+from topics.client.links import THIS_PROCESS
 from topics.client.shift import BACKOFF, Backoff, Shift, StreamedJob
 
 T = TypeVar("T")
@@ -381,6 +382,20 @@ class Queue(QueueCommands, SyncMember):
         for loop, shift in list(self._serving):
             loop.call(shift.stop)
 
+    def _stop_on(self, number: signal.Signals) -> Any:
+        """Have a signal stop this worker; return its former handler, which a forked child goes back to."""
+        pid = THIS_PROCESS[0]
+
+        def stop(*_: object) -> None:
+            if pid == THIS_PROCESS[0]:
+                self.stop()
+            else:
+                signal.signal(number, former)
+                signal.raise_signal(number)
+
+        former = signal.signal(number, stop)
+        return former
+
     @contextlib.contextmanager
     def _open(
         self, stop_on: Sequence[signal.Signals], max_jobs: int, lease_ms: int, backoff: Backoff
@@ -392,7 +407,7 @@ class Queue(QueueCommands, SyncMember):
             self._serving.add((loop, shift))
             at_end.callback(self._serving.discard, (loop, shift))
             for number in stop_on:
-                at_end.callback(signal.signal, number, signal.signal(number, lambda *_: self.stop()))
+                at_end.callback(signal.signal, number, self._stop_on(number))
             loop.enter(shift)
             yield loop, shift
 

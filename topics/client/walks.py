@@ -17,6 +17,7 @@ from topics.client.http import Event, TransportError
 T = TypeVar("T")
 
 Item: TypeAlias = Record | TombstoneAnswer
+Raised = Literal["raise"]
 Tombstones = Literal["raise", "yield"]
 """The two ways to report a gap: as a GapError, the default, or as a tombstone among the records."""
 
@@ -136,6 +137,8 @@ class Following:
         options: dict[str, Any],
         attempts: Callable[[str], Attempts],
     ) -> None:
+        if not isinstance(positions, (str, Mapping)):  # a list of names would be taken for pairs of letters
+            raise TypeError(f"positions are a topic or seqs by topic, not {positions!r}: give them as {{'orders': 0}}")
         self.positions = {positions: 0} if isinstance(positions, str) else dict(positions)
         self._tombstones = tombstones
         self._options = {"heartbeat_ms": HEARTBEAT_MS, "include_tags": True} | options

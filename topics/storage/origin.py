@@ -56,8 +56,8 @@ class LogPlace(NamedTuple):
 
 
 class RunningEnds:
-    """The ends of a running service's logs: each is the end of a write. `settled_ends` is the method of its control page
-    (`shm/control.py`).
+    """The ends of a running service's logs: each is the end of a write. `settled_ends` is the method of its control
+    page (`shm/control.py`).
     """
 
     has_end = True

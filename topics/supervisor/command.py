@@ -39,7 +39,7 @@ from topics.supervisor.notify import Notify, all_use_newest_keys
 from topics.supervisor.promote import NotFollowingError, promote
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
-from topics.terminal import CLEAR, SHELLS, completions, paint_for
+from topics.terminal import CLEAR, SHELLS, OptionParser, completions, paint_for
 from topicsd import guarded
 
 EXIT_CANNOT_START: Final = 1
@@ -309,7 +309,7 @@ def reload(data_dir: str, timeout_ms: int) -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="topics-supervisor",
         description="Runs topics, a persistent event engine. Every setting is a flag, an environment variable and an"
         " entry of the TOML file that TOPICS_CONFIG names; the flag wins, then the environment.",

@@ -130,7 +130,8 @@ class TopicRanking:
                     followed += 1
                     try:
                         cursors = (await self._gateway.call(shard, CursorGet(after, None, "", CURSORS_MAX))).cursors
-                        lag = max([lag or 0, *[view.head_seq - one.seq for one in cursors]])
+                        kept = view.head_seq - view.earliest_seq + 1
+                        lag = max([lag or 0, *[min(view.head_seq - one.seq, kept) for one in cursors]])
                     except TopicsError as error:
                         if error.code not in ("topic_not_found", "throttled"):
                             silent.add(shard)  # another wait for each of its topics would take an hour

@@ -35,9 +35,9 @@ Work = Callable[[SparkSession, argparse.Namespace], dict[str, Any]]
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every job has."""
-    made = argparse.ArgumentParser(
-        prog=f"topics spark {name}", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    form = argparse.ArgumentDefaultsHelpFormatter
+    prog = f"topics spark {name}"
+    made = argparse.ArgumentParser(prog=prog, description=about, formatter_class=form, allow_abbrev=False)
     made.add_argument("--url", default="http://127.0.0.1:4000", help="the service")
     made.add_argument("--token-file", default=None, help="file with its API key; as an argument anybody could read it")
     made.add_argument("--master", default=None, help="where Spark runs, unless spark-submit says it (local[*])")

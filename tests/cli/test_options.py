@@ -1,0 +1,78 @@
+"""Options of every program are taken as they are spelled: an abbreviation may come to mean another one."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from topics.cli.main import COMMANDS, main, make_parser
+from topics.supervisor.command import _parser as supervisor_parser
+from topics.supervisor.command import main as supervisor_main
+from topics.terminal import arguments_of
+
+ROOT = Path(__file__).parents[2]
+COMMAND_LINE = re.compile(r"\btopics(?:-supervisor)? [a-z][^`|#\n]*(?:\\\n[^`|#\n]*)*")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def parsers() -> list[argparse.ArgumentParser]:
+    """Return the parsers of both programs and of all their commands and verbs."""
+
+    def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+        yield parser
+        for _, verbs in arguments_of(parser):
+            for verb in verbs.values():
+                yield from below(verb)
+
+    return [*below(make_parser(COMMANDS)), *below(supervisor_parser())]
+
+
+def test_no_parser_takes_an_abbreviation() -> None:
+    found = parsers()
+    assert len(found) > 30
+    assert not [parser.prog for parser in found if parser.allow_abbrev]
+
+
+@pytest.mark.parametrize("job", ["export", "rollup", "replay", "audit"])
+def test_no_job_of_spark_takes_one(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyspark")
+    with pytest.raises(SystemExit) as end:
+        main(["spark", job, "--maste", "local[1]", "--hel"])
+    assert end.value.code == 2
+    assert "usage: topics spark" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "unknown"),
+    [
+        (main, ["write", "t", "--ta", "x"], "--ta"),
+        (main, ["queue", "jobs", "claim", "--nod", "n"], "--nod"),
+        (supervisor_main, ["status", "--js"], "--js"),
+    ],
+)
+def test_an_abbreviation_is_named_in_the_error(
+    run: object, arguments: list[str], unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert callable(run)
+    with pytest.raises(SystemExit) as end:
+        run(arguments)
+    assert end.value.code == 2
+    assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
+
+
+def test_the_pages_abbreviate_no_option() -> None:
+    known = {option for parser in parsers() for action, _ in arguments_of(parser) for option in action.option_strings}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "deploy").rglob("*"))]
+    seen = 0
+    for page in pages:
+        if page.is_file() and page.suffix in (".md", ".service", ".sh", ".yaml", ".yml", ".conf"):
+            for line in COMMAND_LINE.findall(page.read_text()):
+                if line.startswith("topics spark"):
+                    continue
+                seen += 1
+                assert not (cut := set(OPTION.findall(line)) - known), (page, line, cut)
+    assert seen > 50
