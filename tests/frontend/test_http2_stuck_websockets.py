@@ -152,14 +152,16 @@ def test_the_service_may_close_it(reads: bool) -> None:
         assert is_served(streams)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("path", ["/ws", "/deaf"])
-def test_it_holds_up_no_stop_beyond_the_grace(path: str) -> None:
+def test_it_holds_up_no_stop_beyond_the_grace(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(grace_ms=100) as server, server.client() as client:
         stuck(Streams(client.socket), path)
         server.begin_shutdown()
         server.wait_stopped()
         assert not server.connections.tasks
         assert not server.app.errors
+    assert "connection failed" not in "".join(capsys.readouterr())
 
 
 def test_too_many_pings_of_one_that_waits_cut_the_connection_with_a_reason(server: Server) -> None:
