@@ -87,6 +87,8 @@ class App:
         self.running = 0
         """Calls that have not ended."""
         self.disconnects = 0
+        self.taken = 0
+        """Messages of WebSockets."""
         self.sent_bytes = 0
         self.delivered = 0
         self.asked = self.made = 0
@@ -295,6 +297,17 @@ class App:
         await send({"type": "websocket.accept"})
         await self.go.wait()
 
+    async def unaccepted(self, receive: Receive, send: Send) -> None:
+        """A WebSocket whose handshake waits until its client is gone."""
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+        self.disconnects += 1
+
+    async def broken(self, receive: Receive, send: Send) -> None:
+        """A WebSocket whose app fails when it is open."""
+        await send({"type": "websocket.accept"})
+        raise ValueError("the app is broken, as the test wants")
+
     async def unopened(self, receive: Receive, send: Send) -> None:
         """A WebSocket that is refused, without a reason."""
         await send({"type": "websocket.close"})
@@ -316,6 +329,7 @@ class App:
         assert (await receive())["type"] == "websocket.connect"
         await send({"type": "websocket.accept"})
         while (message := await receive())["type"] == "websocket.receive":
+            self.taken += 1
             await send({"type": "websocket.send", "text": message["text"].upper()})
         self.disconnects += 1
 

@@ -11,6 +11,8 @@ import h2.events
 import h2.settings
 
 GENEROUS: Final = (1 << 31) - 1 - 65_535
+PIECE_BYTES: Final = 10_000
+"""Bytes of a frame of a body."""
 HEADERS: Final = [(":scheme", "http"), (":authority", "localhost")]
 
 
@@ -30,6 +32,8 @@ class Streams:
         self.ended: set[int] = set()
         self.reset: set[int] = set()
         self.reset_codes: dict[int, int] = {}
+        self.ended_by: int | None = None
+        self._sent_bytes: dict[int, int] = {}
         self._pongs = 0
         self.flush()
         while self._agreed < 2:
@@ -47,15 +51,17 @@ class Streams:
         self.flush()
         return stream_id
 
-    def open_websocket(self, path: str, version: str = "13", **headers: str) -> int:
-        """Ask for a WebSocket (RFC 8441); returns the stream."""
+    def open_websocket(self, path: str, version: str = "13", behind: bytes = b"", **headers: str) -> int:
+        """Ask for a WebSocket (RFC 8441), and send bytes right behind that; returns the stream."""
         head = [(":method", "CONNECT"), (":protocol", "websocket"), (":path", path), *HEADERS]
-        return self.begin(*head, ("sec-websocket-version", version), *headers.items())
+        return self.begin(*head, ("sec-websocket-version", version), *headers.items(), behind=behind)
 
-    def begin(self, *head: tuple[str, str]) -> int:
-        """Send a head as it is; returns the stream, whose end is to come."""
+    def begin(self, *head: tuple[str, str], behind: bytes = b"") -> int:
+        """Send a head as it is, and bytes right behind it; returns the stream, whose end is to come."""
         stream_id, self._next = self._next, self._next + 2
         self._h2.send_headers(stream_id, head)
+        if behind:
+            self._h2.send_data(stream_id, behind)
         self.flush()
         return stream_id
 
@@ -69,10 +75,31 @@ class Streams:
 
     def go_on(self, stream_id: int, body: bytes, *, whole: bool) -> None:
         """Send more of a body. Raise ProtocolError if the stream was reset, whose window opens no more."""
-        while stream_id not in self.reset and self._h2.local_flow_control_window(stream_id) < len(body):
-            self.read()
-        self._h2.send_data(stream_id, body, end_stream=whole)
-        self.flush()
+        while True:
+            while stream_id not in self.reset and self._h2.local_flow_control_window(stream_id) < min(1, len(body)):
+                self.read()
+            piece = body[: min(self._h2.local_flow_control_window(stream_id), PIECE_BYTES)]
+            body = body[len(piece) :]
+            self._h2.send_data(stream_id, piece, end_stream=whole and not body)
+            self._sent_bytes[stream_id] = self.sent_bytes(stream_id) + len(piece)
+            self.flush()
+            if not body:
+                return
+
+    def sent_bytes(self, stream_id: int) -> int:
+        """Return the bytes that `go_on` has sent."""
+        return self._sent_bytes.get(stream_id, 0)
+
+    def fill(self, stream_id: int, message: bytes) -> int:
+        """Send the message again and again, until the window is closed and stays so; returns how often."""
+        sent = 0
+        while True:
+            if self._h2.local_flow_control_window(stream_id) < len(message):
+                self.settle()
+                if self._h2.local_flow_control_window(stream_id) < len(message):
+                    return sent
+            self.go_on(stream_id, message, whole=False)
+            sent += 1
 
     def got_bytes(self, stream_id: int) -> int:
         return len(self.bodies.get(stream_id, b""))
@@ -105,6 +132,8 @@ class Streams:
             elif isinstance(event, h2.events.StreamReset):
                 self.reset.add(event.stream_id)
                 self.reset_codes[event.stream_id] = int(event.error_code)
+            elif isinstance(event, h2.events.ConnectionTerminated):
+                self.ended_by = int(event.error_code or 0)
             elif isinstance(event, h2.events.SettingsAcknowledged):
                 self._agreed += 1
         self.flush()

@@ -380,6 +380,9 @@ def test_methods(hosting: Hosting) -> None:
             assert (status, headers[b"allow"], body["error"]["code"]) == (405, allowed, "method_not_allowed")
             status, headers, _ = await frontend.ask("OPTIONS", path)
             assert (status, headers[b"allow"]) == (204, allowed)
+        whole = await frontend.ask("OPTIONS", "*")
+        assert (whole[0], whole[1][b"allow"]) == (204, b"DELETE, GET, HEAD, OPTIONS, POST, PUT")
+        assert (await frontend.ask("GET", "*"))[0] == 404
         assert (await frontend.ask("HEAD", "/v0/topics/t"))[0] == 200
         for path in ("/v0/topics/", "/v0/topics/t/", "/v0/topics//diff", "/v0/topics/a/b/diff", "/v0/topics/t/diff/"):
             assert (await frontend.ask("POST", path, {}))[0] == 404

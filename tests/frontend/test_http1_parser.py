@@ -462,3 +462,18 @@ def test_garbage_is_refused_or_waited_for(garbage: bytes, after_a_head: bool) ->
         parse([CHUNKED + garbage if after_a_head else garbage])
     except TopicsError as refused:
         assert refused.message  # noqa: PT017 - no refusal is as good
+
+
+def test_a_list_that_comes_in_several_headers_is_one() -> None:
+    lines = (
+        b"Accept: a/b\r\nX: 1\r\nConnection: upgrade\r\nACCEPT: text/html;q=0.5\r\nX: 2\r\nConnection: keep-alive\r\n"
+    )
+    head = Heads(LIMITS).parse(b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n" + lines + b"\r\n")
+    assert head is not None
+    assert head.is_websocket
+    assert head.headers[2:] == [
+        (b"accept", b"a/b, text/html;q=0.5"),
+        (b"x", b"1"),
+        (b"connection", b"upgrade, keep-alive"),
+        (b"x", b"2"),
+    ]

@@ -179,3 +179,25 @@ def test_an_answer_counts_whole_until_nobody_waits_for_its_rest_which_is_then_al
         assert b"".join(got) == answer
 
     asyncio.run(test())
+
+
+def test_an_answer_counts_until_its_last_message_waits_no_longer() -> None:
+    """The app of a WebSocket waits with an answer, and its pinger with a ping."""
+
+    async def test() -> None:
+        buffer = BoundedBuffer(EventWrapper)
+        kept = KeptAnswers(SystemClock())
+        buffer.attach(kept, lambda: None)
+        answer, ping = b"x" * 4_000_000, b"ping"
+        pushing = [asyncio.create_task(buffer.push(message)) for message in (answer, ping)]
+        while buffer.buffered_bytes < len(answer) + len(ping):
+            await asyncio.sleep(0)
+        pushing[1].cancel()
+        await asyncio.wait(pushing[1:])
+        assert kept.budget.held_bytes == len(answer)
+        while buffer.buffered_bytes:
+            await buffer.pop(100_000)
+        await pushing[0]
+        assert kept.budget.held_bytes == 0
+
+    asyncio.run(test())

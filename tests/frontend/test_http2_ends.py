@@ -94,6 +94,17 @@ def test_a_path_may_be_sent_as_it_is_read(server: Server) -> None:
         )
 
 
+def test_a_list_may_come_in_several_headers(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        head = [(":method", "GET"), (":path", "/echo"), *HEADERS, ("accept", "a/b"), ("x", "1"), ("x", "2")]
+        streams.begin(*head, ("accept", "text/html;q=0.5"))
+        until(lambda: server.app.scopes, "the request")
+        (scope,) = server.app.scopes
+        assert dict(scope["headers"])[b"accept"] == b"a/b, text/html;q=0.5"
+        assert [value for name, value in scope["headers"] if name == b"x"] == [b"1", b"2"]
+
+
 @pytest.mark.parametrize("end", ["given up", "refused"])
 def test_a_connection_without_a_stream_is_idle_however_the_last_one_ended(end: str) -> None:
     def attempt() -> None:

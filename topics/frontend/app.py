@@ -71,6 +71,7 @@ class App:
             # a session over from the stream that is open.
             if one.method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
+        self._whole = Resource(**{name: self._no_such_path for of_path in methods.values() for name in of_path})
         self.router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],
             redirect_slashes=False,
@@ -146,7 +147,9 @@ class App:
         return admitting
 
     async def _no_such_path(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise no_such_path(scope)
+        if (scope["method"], scope["path"]) != ("OPTIONS", "*"):  # which asks about the whole service
+            raise no_such_path(scope)
+        await self._whole(scope, receive, send)
 
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")

@@ -26,6 +26,7 @@ _KEPT_HEADS = 1024
 _KEPT_HEAD_MAX_BYTES = 1024
 _H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
 _NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
+_LISTS = frozenset({b"accept", b"accept-encoding", b"connection", b"content-encoding", b"if-none-match"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
 _HOST_MAX_BYTES = 300  # a name has 253 at most; the last hosts are kept
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32} ")
@@ -50,7 +51,7 @@ class Head(msgspec.Struct, frozen=True):
     query: bytes
     http11: bool
     headers: list[tuple[bytes, bytes]]
-    """In the order sent, names in lower case. Nobody changes it."""
+    """In the order sent, names in lower case, each list once. Nobody changes it."""
     keep_alive: bool
     expects_continue: bool
     length: int | None
@@ -222,7 +223,7 @@ class Heads:
             upgrade = True
         except httptools.HttpParserError as error:
             raise _malformed(line, str(error)) from error
-        headers = lines.headers
+        headers = join_lists(lines.headers)
         # llhttp is lenient here (HTTP/0.9, other protocols, more than one space). We want three words.
         words = line.split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/"):
@@ -293,6 +294,16 @@ class Heads:
 def _has_key(head: Head) -> bool:
     """Return whether a head may have an API key in it: a header, or `?token=`, however that is encoded."""
     return b"token" in head.query or b"%" in head.query or any(name == b"authorization" for name, _ in head.headers)
+
+
+def join_lists(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers with one of each list, of which a client may send several parts (RFC 9110 §5.3)."""
+    joined = dict(headers)
+    if len(joined) == len(headers):
+        return headers
+    for name in _LISTS & joined.keys():
+        joined[name] = b", ".join(value for other, value in headers if other == name)
+    return [(name, joined.pop(name) if name in _LISTS else value) for name, value in headers if name in joined]
 
 
 class _Lines:

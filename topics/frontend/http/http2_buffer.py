@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import Event, PriorityUpdated, RequestReceived, StreamReset
+from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.events import Event as ConnectionEvent
@@ -25,6 +25,7 @@ from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, Str
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.protocol.ws_stream import WSStream
 from hypercorn.typing import Event as IOEvent
 from priority.priority import TooManyStreamsError
 
@@ -32,10 +33,12 @@ from topics.frontend.asgi import DELIVER, ROOM, Send
 from topics.frontend.entry.budget import Reservation
 from topics.frontend.http.connections import KeptAnswers
 from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES, FIELDS_FREE, CheckedFrames
+from topics.frontend.http.http1_parser import join_lists
 from topics.frontend.http.hypercorn_connection import context_of
 
 _DataEvent = Body | Data
 _UNWANTED_MAX_BYTES: Final = 1 << 20
+_WINDOW_BYTES: Final = 65_535  # of each stream, and of a connection that has not enlarged it (RFC 9113 §6.9.2)
 _NOT_ASCII: Final = re.compile(rb"[\x80-\xff]")
 
 
@@ -52,7 +55,7 @@ class BoundedBuffer(StreamBuffer):
         self._parts: deque[memoryview] = deque()
         self._ended: IOEvent = event_class()
         self.buffered_bytes = 0
-        self._added_bytes = 0  # bytes that `add` has added since the buffer was empty
+        self._waiting = 0  # calls of `push`: those of the app, and of pongs and pings of its WebSocket
 
     def attach(self, kept: KeptAnswers, reset: Callable[[], None]) -> None:
         """Count long messages in `kept`; `abort` calls `reset`. (Hypercorn makes buffers without either.)"""
@@ -95,27 +98,20 @@ class BoundedBuffer(StreamBuffer):
         """Add a message, and wait until there is room for the next one or the stream is closed."""
         if self._complete:
             raise BufferCompleteError
-        await self._keep(data)
+        self._parts.append(memoryview(data))
+        self.buffered_bytes += len(data)
+        await self._is_empty.clear()
         if self.buffered_bytes >= BUFFER_HIGH_WATER:
             await self._paused.clear()  # set by room before this message
             assert self._kept is not None
+            self._waiting += 1
             self._kept.add(self)
             try:
                 await self._paused.wait()
             finally:
-                self._kept.remove(self)
-
-    async def add(self, data: bytes) -> None:
-        """Add a message without waiting. Drop it if the client has not read BUFFER_HIGH_WATER of this kind."""
-        if self._complete or self._added_bytes + len(data) > BUFFER_HIGH_WATER:
-            return
-        self._added_bytes += len(data)
-        await self._keep(data)
-
-    async def _keep(self, data: bytes) -> None:
-        self._parts.append(memoryview(data))
-        self.buffered_bytes += len(data)
-        await self._is_empty.clear()
+                self._waiting -= 1
+                if not self._waiting:
+                    self._kept.remove(self)
 
     async def pop(self, max_length: int) -> bytes:
         pieces = []
@@ -133,7 +129,6 @@ class BoundedBuffer(StreamBuffer):
         if self.buffered_bytes < BUFFER_LOW_WATER:
             await self._paused.set()
         if not self._parts:
-            self._added_bytes = 0
             await self._is_empty.set()
         return b"".join(pieces)
 
@@ -180,8 +175,8 @@ class BoundedProtocol(H2Protocol):
     """Hypercorn's HTTP/2, with nine differences.
 
     - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
-    - The task that reads the connection, which answers pings and refuses handshakes, never waits for a window: that
-      would come over the same connection.
+    - The task that reads the connection never waits for a window, which would come over the same connection, nor for
+      the app of a WebSocket, which may. So each WebSocket has a task for its frames, and a whole window of its own.
     - An answer whose app ends before it is reset, so that the client does not wait for ever.
     - A connection without a stream is idle, however its last one ended. It would stay for ever, and hold up a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
@@ -193,7 +188,6 @@ class BoundedProtocol(H2Protocol):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._reader: asyncio.Task[Any] | None = None
         self.streams = _Streams(self.connection)
         context = context_of(self)
         context.http2 = self
@@ -203,6 +197,9 @@ class BoundedProtocol(H2Protocol):
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         await super().initiate(headers, settings)
+        # As much as all streams may send: the frames of one that waits must not take the window of the others.
+        self.connection.increment_flow_control_window(_WINDOW_BYTES * (self.config.h2_max_concurrent_streams - 1))
+        await self._flush()
         if headers is None:
             await self.send(Updated(idle=True))
 
@@ -224,21 +221,9 @@ class BoundedProtocol(H2Protocol):
         assert isinstance(buffer, BoundedBuffer)
         if isinstance(event, Body) and isinstance(stream, BoundedStream):
             stream.room.resize(len(event.data))
-        if asyncio.current_task() is not self._reader:
-            await self._send_watched(event, buffer)
-            return
-        if isinstance(event, _DataEvent):
-            await buffer.add(event.data)
-        else:
-            buffer.set_complete()
-        self.priority.unblock(event.stream_id)
-        await self.has_data.set()
-
-    async def _send_watched(self, event: StreamEvent, buffer: BoundedBuffer) -> None:
-        """Send, with a time limit for the client to read it."""
         context = context_of(self)
         buffer.attach(context.kept, partial(self._spawn_reset, event.stream_id))
-        timer = context.watch(buffer)
+        timer = context.watch(buffer)  # limits the client's time to read it
         timer.start(len(event.data) if isinstance(event, _DataEvent) else 0)
         try:
             await super().stream_send(event)
@@ -276,12 +261,22 @@ class BoundedProtocol(H2Protocol):
                 data = b""
                 await asyncio.sleep(self.frames.pause_s)
         except (ProtocolError, TooManyStreamsError) as error:
-            self._budget.refuse(str(error))
-            code = error.error_code if isinstance(error, ProtocolError) else ErrorCodes.ENHANCE_YOUR_CALM
-            with contextlib.suppress(ProtocolError):
-                self.connection.close_connection(code)
-            await self._flush()
-            await self.send(Closed())
+            await self.cut(error)
+
+    async def cut(self, error: ProtocolError | TooManyStreamsError) -> None:
+        """Tell the client why, and close the connection."""
+        self._budget.refuse(str(error))
+        code = error.error_code if isinstance(error, ProtocolError) else ErrorCodes.ENHANCE_YOUR_CALM
+        with contextlib.suppress(ProtocolError):
+            self.connection.close_connection(code)
+        await self._flush()
+        await self.send(Closed())
+
+    async def give_back(self, stream_id: int, window_bytes: int) -> None:
+        """Let the client send as much again: so much of the stream is taken."""
+        with contextlib.suppress(ProtocolError):
+            self.connection.acknowledge_received_data(window_bytes, stream_id)
+        await self._flush()
 
     async def _priority_updated(self, event: PriorityUpdated) -> None:
         """Hypercorn: the client has sent a priority."""
@@ -315,15 +310,16 @@ class BoundedProtocol(H2Protocol):
             await buffer.end()
 
     async def _handle_events(self, events: list[Event]) -> None:
-        self._reader = asyncio.current_task()
-        taken = []
         for event in events:
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
-            elif isinstance(event, RequestReceived) and not self._begins(event):
-                continue
-            taken.append(event)
-        await super()._handle_events(taken)
+        for event in events:
+            websocket = self.streams.get(event.stream_id) if isinstance(event, DataReceived) else None
+            if isinstance(event, DataReceived) and isinstance(websocket, WSStream):
+                cast(Any, websocket).arrive(event.data, event.flow_controlled_length)
+            elif not isinstance(event, RequestReceived) or self._begins(event):
+                await super()._handle_events([event])
+        await self._flush()
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
             await self.send(Updated(idle=True))
 
@@ -340,7 +336,7 @@ class BoundedProtocol(H2Protocol):
                 code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
                 self.connection.reset_stream(request.stream_id, code)
             return False
-        if not path.isascii():
-            path = _NOT_ASCII.sub(lambda byte: b"%%%02X" % ord(byte[0]), path)
-            request.headers = [(name, path if name == b":path" else value) for name, value in request.headers]
+        path = _NOT_ASCII.sub(lambda byte: b"%%%02X" % ord(byte[0]), path)
+        headers = join_lists(request.headers)
+        request.headers = [(name, path if name == b":path" else value) for name, value in headers]
         return True

@@ -1,6 +1,7 @@
 """WebSockets over HTTP/2 (RFC 8441), on Hypercorn, with other handshake errors, and with bounds on messages.
 
     message ─▶ frame ─▶ the stream's buffer, whole
+    the connection's reader ─▶ arrive, never waits ─▶ _take, a task that may wait for the app ─▶ the client's window
 
 Malformed handshakes get the usual JSON error (api §0.6). Hypercorn answers them with an empty 400 before the app hears
 of it. It also keeps an outgoing message in three forms until the client has read it. Here it is kept once, and its size
@@ -10,9 +11,11 @@ is known.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import Any, Final, cast
 
+from h2.exceptions import ProtocolError
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Event, Request, Response, StreamClosed
 from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
 from hypercorn.typing import ASGISendEvent, WebsocketAcceptEvent
@@ -26,12 +29,12 @@ from topics.core.errors import TopicsError
 from topics.frontend.asgi import WRITE_BUFFER
 from topics.frontend.entry.responses import error_body
 from topics.frontend.http.frame_budget import FRAMES_PER_TURN
-from topics.frontend.http.http2_buffer import BoundedBuffer
+from topics.frontend.http.http2_buffer import BoundedBuffer, BoundedProtocol
 from topics.frontend.http.hypercorn_connection import context_of
 from topics.frontend.http.websocket_input import VERSION, IncomingMessages, MessageTooLongError, handshake_error
 
 _REFUSALS: Final = {
-    400: ("invalid_request", "frames of a WebSocket came before the answer to its handshake"),
+    400: ("invalid_request", "frames of a WebSocket, or its end, came before the answer to its handshake"),
     403: ("forbidden", "no WebSocket may be opened here"),
     404: ("not_found", "there is nothing at this host"),
     500: ("internal", "the handshake failed inside the server"),
@@ -41,22 +44,32 @@ _REFUSALS: Final = {
 
 class BoundedWebSocket(WSStream):
     """Hypercorn's stream of a WebSocket, except for how it refuses, reads and sends. A `WriteBuffer` in its app's
-    scope.
+    scope. Owns the client's bytes that are not taken: at most the window of the stream.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._incoming = IncomingMessages(self.config.websocket_max_message_size, context_of(self).frames)
+        self._arrived = bytearray()
+        self._window_bytes = 0  # of the client's window: what has arrived and what is being taken, with padding
+        self._is_taking = False
+        self._is_over = False  # true if nothing more comes
 
     async def handle(self, event: Event) -> None:
-        if isinstance(event, StreamClosed) and hasattr(self, "scope"):
-            self.scope["extensions"].pop(WRITE_BUFFER, None)  # breaks a reference cycle
-        if not isinstance(event, Request) or self.closed:
-            await super().handle(event)
+        """Begin or end the stream, without waiting."""
+        if isinstance(event, StreamClosed) or (isinstance(event, EndBody) and not self.closed):
+            self._is_over = True
+            if isinstance(event, StreamClosed) and not self._http2.closed:
+                self.closed = True  # the stream alone: what is not taken would count for no stream
+                self._arrived.clear()
+            self._begin_taking()
+        if not isinstance(event, Request):
             return
         error = handshake_error(event.headers, event.http_version)
         if error is not None:
-            await self._refuse(error)
+            self.closed = True
+            self.state = ASGIWebsocketState.HTTPCLOSED
+            self.task_group.spawn(self._refuse, error)  # waits for the client
             return
         # Without its offer to compress: packing 8 MiB would block every other client.
         headers = [header for header in event.headers if header[0] != b"sec-websocket-extensions"]
@@ -64,14 +77,79 @@ class BoundedWebSocket(WSStream):
         if not self.closed:  # its app starts when this task next waits
             cast("dict[str, Any]", self.scope["extensions"])[WRITE_BUFFER] = self
 
+    # What the client sends.
+
+    def arrive(self, data: bytes, window_bytes: int) -> None:
+        """Keep bytes of the client until they are taken. They took `window_bytes` of its window."""
+        self._arrived += data
+        self._window_bytes += window_bytes
+        self._begin_taking()
+
+    def _begin_taking(self) -> None:
+        if not self._is_taking:
+            self._is_taking = True
+            with contextlib.suppress(RuntimeError):  # the whole connection is ending
+                self.task_group.spawn(self._take)
+
+    async def _take(self) -> None:
+        """Take what has arrived, then the end of the stream. There is one such task at a time."""
+        while window_bytes := self._window_bytes:
+            data, self._arrived = bytes(self._arrived), bytearray()
+            try:
+                await self._take_frames(data)
+            except ProtocolError as error:
+                self.closed = True
+                await self._http2.cut(error)
+            await self._http2.give_back(self.stream_id, window_bytes)
+            self._window_bytes -= window_bytes  # last: until then this task goes on
+        if self._is_over:
+            await self._end()
+        self._is_taking = False
+        if self._window_bytes > 0:  # it came behind the end
+            self._begin_taking()
+
+    async def _end(self) -> None:
+        """End the stream: nothing more comes. A refusal that is under way ends by itself."""
+        is_open = self.state in (ASGIWebsocketState.CONNECTED, ASGIWebsocketState.CLOSED)
+        if self.closed or self._http2.closed or is_open:
+            await self._tell_end()
+        elif self.state is ASGIWebsocketState.HANDSHAKE:
+            await self._send_error_response(400)
+        if is_open and not self._http2.closed:
+            await self.send(EndData(stream_id=self.stream_id))  # else it is one of the streams that may be open
+            await self.send(StreamClosed(stream_id=self.stream_id))
+
+    async def _take_frames(self, data: bytes) -> None:
+        if self.closed:
+            return
+        if self.handshake.accepted:
+            self.connection.receive_data(data)
+            await self._handle_events()
+        elif self.state is ASGIWebsocketState.HANDSHAKE:
+            await self._send_error_response(400)
+
+    async def _tell_end(self) -> None:
+        """Tell the app that nothing more comes. Idempotent."""
+        self.closed = True
+        app_put, self.app_put = self.app_put, None
+        if app_put is not None:
+            self.scope["extensions"].pop(WRITE_BUFFER, None)  # breaks a reference cycle
+            is_ended = self.state in (ASGIWebsocketState.HTTPCLOSED, ASGIWebsocketState.CLOSED)
+            code = CloseReason.NORMAL_CLOSURE if is_ended else CloseReason.ABNORMAL_CLOSURE
+            await app_put({"type": "websocket.disconnect", "code": code.value})
+
+    @property
+    def _http2(self) -> BoundedProtocol:
+        return cast(BoundedProtocol, context_of(self).http2)
+
     # Refusals.
 
     async def _send_error_response(self, status_code: int) -> None:
         await self._refuse(TopicsError(*_REFUSALS[status_code]))
 
     async def _refuse(self, error: TopicsError) -> None:
-        self.closed = True
         self.state = ASGIWebsocketState.HTTPCLOSED
+        await self._tell_end()
         body = error_body(error)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if error.code == "upgrade_required":
@@ -116,8 +194,7 @@ class BoundedWebSocket(WSStream):
         elif isinstance(event, CloseConnection):
             if self.connection.state is not ConnectionState.CLOSED:
                 await self._send_wsproto_event(event.response())
-            await self.send(EndData(stream_id=self.stream_id))  # else it is one of the streams that may be open
-            await self.send(StreamClosed(stream_id=self.stream_id))
+            self.closed = self._is_over = True
 
     async def app_send(self, message: ASGISendEvent | None) -> None:
         if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:
@@ -127,7 +204,6 @@ class BoundedWebSocket(WSStream):
             await self._send_wsproto_event(TextMessage(data=cast("dict[str, Any]", message).pop("text")))
 
     async def _send_wsproto_event(self, event: WebSocketEvent) -> None:
-        # Must not wait: the task that reads the connection answers pings here.
         try:
             data = self.connection.send(event)
         except LocalProtocolError:

@@ -19,7 +19,8 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData
+from hypercorn.events import Closed, RawData, Updated
+from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
@@ -210,6 +211,7 @@ class HypercornConnection(TCPServer):
         context_of(self).server = self
         self._high_water_bytes = limits.write_high_water_bytes
         self._linger_s = limits.linger_ms / 1000
+        self._is_read = True
 
     async def run(self) -> None:
         try:
@@ -227,16 +229,23 @@ class HypercornConnection(TCPServer):
             vars(self).pop("protocol", None)
             del self.reader
 
+    async def protocol_send(self, event: ConnectionEvent) -> None:
+        if self._is_read or not isinstance(event, Updated):  # else its tasks are ending: none may begin
+            await super().protocol_send(event)
+
     async def _read_data(self) -> None:
         context = context_of(self)
-        while not self.reader.at_eof() and not context.frames.refused:
-            try:
-                data = await self.reader.read(MAX_RECV)
-            except OSError:
-                break
-            context.unread_bytes -= len(data)
-            await self.protocol.handle(RawData(data))
-            context.count_input()
+        try:
+            while not self.reader.at_eof() and not context.frames.refused:
+                try:
+                    data = await self.reader.read(MAX_RECV)
+                except OSError:
+                    break
+                context.unread_bytes -= len(data)
+                await self.protocol.handle(RawData(data))
+                context.count_input()
+        finally:
+            self._is_read = False
         await self.protocol.handle(Closed())
 
     async def wait_emptied(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from typing import Final, NamedTuple
 
 from topics.api import answers
@@ -43,7 +44,8 @@ class PageFile(NamedTuple):
         """Send the file, or `304` to a browser that has it."""
         headers, etag = dict(scope["headers"]), b'"%b"' % self.checksum
         head = [*_SAFETY, (b"etag", etag), (b"cache-control", cache_control)]
-        if headers.get(b"if-none-match") == etag:
+        known = headers.get(b"if-none-match", b"")
+        if known.strip() == b"*" or etag in re.findall(rb'"[^"]*"', known):  # weak or not (RFC 9110 §13.1.2)
             await send({"type": "http.response.start", "status": 304, "headers": head})
             await send({"type": "http.response.body", "body": b""})
         else:
