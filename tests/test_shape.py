@@ -14,7 +14,7 @@ import pytest
 from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
-LINES_MAX = 60_800
+LINES_MAX = 60_810
 """The engine and its commands are 52,100 lines; the archive, with followers and their promotion, is 5,530. A client of
 several services may add 900.
 """
