@@ -15,7 +15,7 @@ from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
 LINES_MAX = 60_810
-"""All lines of `topics/`, docstrings included. A commit that needs more says why, once nothing is left to delete or merge."""
+"""All lines of `topics/`, docstrings included. A commit that needs more says why."""
 COLLABORATORS_MAX = 8
 SHARED_FILE_NAMES = {"__init__.py", "main.py", "errors.py"}
 """File names that may occur in more than one folder."""
