@@ -25,7 +25,9 @@ from topics.archive import archiver, follow_main, shipping
 from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
+from topics.core.config import TopicConfig
 from topics.shm.control import Role
+from topics.shm.topic_messages import PutTopic
 from topics.storage.archive_objects import (
     Archive,
     Piece,
@@ -395,9 +397,9 @@ def test_a_generation_whose_end_is_damaged_holds_back_no_other_one(service: Arch
     end = piece_name(1, service.archive.last_piece(1, 1))
     end_whole = service.bucket.objects[end]
     damage(service, end)
-    shown = figures(service.archive)
-    assert [bool(found.bases) for found in shown] == [True, True], "the list was empty but for the error"
-    assert [found.last_ms is None for found in shown] == [True, False]
+    listed = figures(service.archive)
+    assert [bool(found.bases) for found in listed] == [True, True], "the list was empty but for the error"
+    assert [found.last_ms is None for found in listed] == [True, False]
     pruned = prune(service.archive, service.world.clock.ms + 1)
     assert [f"{end}: checksum does not match; put it back" in line for line in pruned.damaged] == [True]
     assert service.archive.bases(2) == [last] != [first]
@@ -481,6 +483,30 @@ def test_a_pruning_that_meets_damage_says_so_and_what_it_removed(service: Archiv
     assert "pruned the archive" in told
     assert not any("cannot be written" in event for event in told)
     del service.bucket.objects[damaged]  # the base before it gives its moments, too
+
+
+def test_a_pruning_that_cannot_begin_is_tried_again_at_once(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was put off for an hour."""
+    ship_bases(service)
+    first = service.archive.bases(1)[0]
+    service.world.keep_ms = archiver.BASE_MS
+    service.world.clock.ms += 2 * archiver.BASE_MS
+    service.archiver_dies(0)
+
+    def away(_shipper: shipping.Shipper) -> None:
+        raise OSError(errno.EIO, "is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shipping.Shipper, "require_end", away)
+        for _ in range(3):
+            service.ship(0)
+    assert service.archive.bases(1)[0] == first
+    for _ in range(2):
+        service.ship(0)
+    assert first not in service.archive.bases(1)
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
 
 
 @pytest.mark.parametrize("kind", ["generation", "removal"])
@@ -1127,9 +1153,19 @@ def test_topics_that_became_archived_at_once_are_shown_a_part_at_a_time(keeping:
     shard.copy()
     assert archived() == [before[0] + MOVED_MAX, before[1]]
     assert not shard.is_idle
+    # One whose turn has not come yet gets more, which is durable as it becomes `ephemeral`.
+    reader = rig.reader_of(0)
+    views = [(name, reader.look_up(name)) for name in names if rig.owner(name) == 0]
+    late = next(name for name, view in views if view is not None and not view[1].archived_seq)
+    leader.rig.append(late, b"2")
+    leader.rig.call(PutTopic(late, TopicConfig(durability="ephemeral"), False), leader.rig.owner(late))
+    rig.follower.step()
     while not shard.is_idle:
         shard.copy()
     assert archived()[0] == sum(rig.owner(name) == 0 for name in names)
+    view = reader.look_up(late)
+    assert view is not None
+    assert view[1].durable_seq == 2, "it went back to what is archived"
 
 
 def test_what_two_prunings_began_at_once_goes_with_the_next_one(service: Archiving) -> None:
