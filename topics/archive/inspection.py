@@ -42,9 +42,7 @@ class BaseFigures(msgspec.Struct, frozen=True):
 
 
 class GenerationFigures(msgspec.Struct, frozen=True):
-    """One generation: any time from `first_ms` to `last_ms` can be restored. Both are None before its first base, and
-    where what has them is damaged.
-    """
+    """One generation: any time from `first_ms` to `last_ms`, None where these are not there, can be restored."""
 
     number: int
     service_id: str
@@ -85,9 +83,7 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigures]:
-    """Return what the archive has, the oldest generation first. `told` hears how many bases of how many were read.
-    Raise OSError.
-    """
+    """Return all generations, ascending. `told` hears how many bases of how many were read. Raise OSError."""
     return _beside_prunings(
         lambda: [_figures(found) for found in _look(archive, told)],
         lambda found: [damage for generation in found for damage in generation.damaged],
@@ -132,10 +128,6 @@ def _look(archive: Archive, told: Told) -> list[_Found]:
 
 def _figures(found: _Found) -> GenerationFigures:
     generation, _, bases, damaged, last_no, last = found
-    shown = [
-        BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
-        for base in bases
-    ]
     return GenerationFigures(
         generation.number,
         generation.service_id,
@@ -144,7 +136,10 @@ def _figures(found: _Found) -> GenerationFigures:
         first_ms=bases[0].taken_ms if bases else None,
         last_ms=last.taken_ms if bases and last else None,
         pieces=last_no - bases[0].first_piece + 1 if bases else 0,
-        bases=shown,
+        bases=[
+            BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
+            for base in bases
+        ],
         damaged=damaged,
     )
 
