@@ -25,8 +25,21 @@ from topics.archive import archiver, follow_main, shipping
 from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
+from topics.core.config import TopicConfig
 from topics.shm.control import Role
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, base_name, decode, piece_name
+from topics.shm.topic_messages import PutTopic
+from topics.storage.archive_objects import (
+    Archive,
+    Piece,
+    Removal,
+    base_name,
+    decode,
+    encode,
+    generation_name,
+    loan_name,
+    piece_name,
+    removal_name,
+)
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.verify import verify
@@ -341,10 +354,9 @@ def test_one_damaged_base_holds_back_nothing_but_itself(service: Archiving) -> N
     ship_bases(service)
     first, second, *_, last = service.archive.bases(1)
     second_ms, whole = service.archive.base(1, second)[0].taken_ms, dict(service.bucket.objects)
-    damaged = base_name(1, second)
-    service.bucket.objects[damaged] = whole[damaged][:-1] + b"x"
-    with pytest.raises(ArchiveDamagedError, match=rf"{damaged}: checksum does not match; put it back .* was pruned"):
-        prune(service.archive, second_ms + 1)
+    damaged = damage(service, base_name(1, second))
+    pruned = prune(service.archive, second_ms + 1)
+    assert [f"{damaged}: checksum does not match; put it back" in line for line in pruned.damaged] == [True]
     assert service.archive.bases(1)[0] == first, "nothing that can be read takes its place"
     assert [base.number for base in figures(service.archive)[0].bases] == [
         no for no in service.archive.bases(1) if no != second
@@ -365,8 +377,7 @@ def test_a_damaged_first_base_goes_with_its_pieces(service: Archiving) -> None:
     ship_bases(service)
     _, second, *_, last = service.archive.bases(1)
     prune(service.archive, service.archive.base(1, second)[0].taken_ms + 1)
-    damaged = base_name(1, second)
-    service.bucket.objects[damaged] = service.bucket.objects[damaged][:-1] + b"x"
+    damage(service, base_name(1, second))
     prune(service.archive, service.world.clock.ms + 1)
     first_piece = service.archive.base(1, last)[0].first_piece
     pieces = [name for name in service.bucket.objects if name.startswith("g00000001.pieces/")]
@@ -385,9 +396,12 @@ def test_a_generation_whose_end_is_damaged_holds_back_no_other_one(service: Arch
         service.archive.end_loan(loan)
     end = piece_name(1, service.archive.last_piece(1, 1))
     end_whole = service.bucket.objects[end]
-    service.bucket.objects[end] = end_whole[:-1] + b"x"
-    with pytest.raises(ArchiveDamagedError, match=f"{end}: .*; put it back"):
-        prune(service.archive, service.world.clock.ms + 1)
+    damage(service, end)
+    listed = figures(service.archive)
+    assert [bool(found.bases) for found in listed] == [True, True], "the list was empty but for the error"
+    assert [found.last_ms is None for found in listed] == [True, False]
+    pruned = prune(service.archive, service.world.clock.ms + 1)
+    assert [f"{end}: checksum does not match; put it back" in line for line in pruned.damaged] == [True]
     assert service.archive.bases(2) == [last] != [first]
     assert service.archive.bases(1), "nobody knows when it ended"
     service.bucket.objects[end] = end_whole
@@ -402,8 +416,7 @@ def test_behind_a_damaged_newest_base_another_one_is_made(service: Archiving) ->
     prune(service.archive, service.world.clock.ms + 1)
     [last] = service.archive.bases(1)
     assert not service.archive.has_piece(1, 1)
-    damaged = base_name(1, last)
-    service.bucket.objects[damaged] = service.bucket.objects[damaged][:-1] + b"x"
+    damaged = damage(service, base_name(1, last))
     service.archiver_dies(0)
     service.append("a", 3, "disk")
     with capture_logs() as logs:
@@ -415,6 +428,125 @@ def test_behind_a_damaged_newest_base_another_one_is_made(service: Archiving) ->
     service.moments = {
         at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects and at[1] > last
     }
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_a_damaged_oldest_base_keeps_its_pieces(service: Archiving, is_lent: bool) -> None:
+    """They were pruned: once the base was put back from a copy, nothing could be restored from it."""
+    ship_bases(service)
+    first = service.archive.bases(1)[0]
+    before_ms = service.archive.base(1, first)[0].taken_ms
+    if is_lent:
+        service.bucket.create(loan_name(1, first), b"a restored service")
+        before_ms = service.world.clock.ms + 1
+    before, whole = set(service.bucket.objects), service.bucket.objects[base_name(1, first)]
+    damaged = damage(service, base_name(1, first))
+    assert damaged in prune(service.archive, before_ms).damaged[0]
+    assert set(service.bucket.objects) == before
+    service.bucket.objects[damaged] = whole
+    assert check(service.archive, lambda _done, _total: None) == []
+    for loan in service.archive.loans(1).values():
+        service.archive.end_loan(loan)
+
+
+def test_a_backup_of_a_directory_at_rest_replaces_a_damaged_newest_base(service: Archiving) -> None:
+    """Each backup said that two of them use one archive, until something was written."""
+    service.append("a", 3, "disk")
+    for _ in range(2):
+        shipper = service.leader.shipper()
+        shipper.begin()
+        shipper.base()
+    [last] = service.archive.bases(1)
+    damage(service, base_name(1, last))
+    for _ in range(2):
+        shipper = service.leader.shipper()
+        shipper.begin()
+        assert shipper.base().piece == last + 1
+    assert service.archive.bases(1) == [last, last + 1]
+    del service.bucket.objects[base_name(1, last)]
+    service.moments = {(1, last + 1): service.moments[1, last + 1]}
+
+
+def test_a_pruning_that_meets_damage_says_so_and_what_it_removed(service: Archiving) -> None:
+    """It was logged as an archive that cannot be written, and what went was not."""
+    service.world.keep_ms = 7 * archiver.BASE_MS
+    service.archiver_dies(0)
+    ship_bases(service)
+    last = service.archive.bases(1)[-1]
+    damaged = damage(service, base_name(1, last))
+    service.world.clock.ms += archiver.PRUNE_MS
+    with capture_logs() as logs:
+        for _ in range(4):
+            service.ship(0)
+    told = {line["event"]: line.get("reason", "") for line in logs}
+    assert damaged in next(reason for event, reason in told.items() if "the archive is damaged" in event)
+    assert "pruned the archive" in told
+    assert not any("cannot be written" in event for event in told)
+    del service.bucket.objects[damaged]  # the base before it gives its moments, too
+
+
+def test_a_pruning_that_cannot_begin_is_tried_again_at_once(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was put off for an hour."""
+    ship_bases(service)
+    first = service.archive.bases(1)[0]
+    service.world.keep_ms = archiver.BASE_MS
+    service.world.clock.ms += 2 * archiver.BASE_MS
+    service.archiver_dies(0)
+
+    def away(_shipper: shipping.Shipper) -> None:
+        raise OSError(errno.EIO, "is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shipping.Shipper, "require_end", away)
+        for _ in range(3):
+            service.ship(0)
+    assert service.archive.bases(1)[0] == first
+    for _ in range(2):
+        service.ship(0)
+    assert first not in service.archive.bases(1)
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+@pytest.mark.parametrize("kind", ["generation", "removal"])
+def test_what_is_damaged_holds_back_no_other_generation(service: Archiving, kind: str) -> None:
+    """Nothing was listed or pruned, and nobody was told of a way out."""
+    ship_bases(service)
+    follow_and_go_back(service)
+    for _ in range(8):
+        service.append("b", 1, "disk")
+        service.ship(0)
+    for loan in service.archive.loans(1).values():
+        service.archive.end_loan(loan)
+    if kind == "removal":
+        service.bucket.create(removal_name(1, 1), encode(Removal(1, [])))
+    damaged = damage(service, generation_name(2) if kind == "generation" else removal_name(1, 1))
+    before = {number: service.archive.bases(number) for number in (1, 2)}
+    assert [(bool(found.bases), len(found.damaged)) for found in figures(service.archive)] == (
+        [(True, 0), (False, 1)] if kind == "generation" else [(True, 0), (True, 0)]
+    )
+    pruned = prune(service.archive, service.world.clock.ms + 1)
+    way_out = "put it back from a copy" if kind == "generation" else "remove it"
+    assert [f"{damaged}: checksum does not match; {way_out}" in line for line in pruned.damaged] == [True]
+    if kind == "generation":
+        assert service.archive.bases(1) == before[1][-1:], "the last moment that can be restored stays"
+        assert service.archive.bases(2) == before[2]
+        damage(service, damaged)  # it is whole again
+    else:
+        assert service.archive.bases(1) == before[1]
+        assert service.archive.bases(2) == before[2][-1:]
+        del service.bucket.objects[damaged]
+    assert prune(service.archive, service.world.clock.ms + 1).damaged == []
+    assert service.archive.generations() == [2]
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+def damage(service: Archiving, name: str) -> str:
+    """Change the last byte of an object."""
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = whole[:-1] + bytes([whole[-1] ^ 1])
+    return name
 
 
 def test_a_clock_that_was_put_back_hides_no_lag(service: Archiving) -> None:
@@ -978,11 +1110,12 @@ def test_a_look_at_an_archive_beside_a_pruning_finds_no_damage(service: Archivin
             here.before(nth, prune_meanwhile)
             with case(before_ms, nth):
                 if command == "list":
-                    assert figures(Archive(here))
+                    found = figures(Archive(here))
+                    assert [one.damaged for one in found] == [[] for _ in found] != []
                 elif command == "verify":
                     assert check(Archive(here), lambda _done, _total: None) == []
                 else:
-                    prune(Archive(here), before_ms)
+                    assert prune(Archive(here), before_ms).damaged == []
             if not pruned:
                 break
         assert nth > 20
@@ -1020,9 +1153,19 @@ def test_topics_that_became_archived_at_once_are_shown_a_part_at_a_time(keeping:
     shard.copy()
     assert archived() == [before[0] + MOVED_MAX, before[1]]
     assert not shard.is_idle
+    # One whose turn has not come yet gets more, which is durable as it becomes `ephemeral`.
+    reader = rig.reader_of(0)
+    views = [(name, reader.look_up(name)) for name in names if rig.owner(name) == 0]
+    late = next(name for name, view in views if view is not None and not view[1].archived_seq)
+    leader.rig.append(late, b"2")
+    leader.rig.call(PutTopic(late, TopicConfig(durability="ephemeral"), False), leader.rig.owner(late))
+    rig.follower.step()
     while not shard.is_idle:
         shard.copy()
     assert archived()[0] == sum(rig.owner(name) == 0 for name in names)
+    view = reader.look_up(late)
+    assert view is not None
+    assert view[1].durable_seq == 2, "it went back to what is archived"
 
 
 def test_what_two_prunings_began_at_once_goes_with_the_next_one(service: Archiving) -> None:

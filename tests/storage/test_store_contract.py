@@ -247,29 +247,51 @@ def test_the_probe_says_that_a_bucket_cannot_be_reached(s3: Proxy, s3_place: str
 
 
 @pytest.mark.parametrize(
-    ("url", "env", "wanted"),
+    ("url", "env", "is_without"),
     [
-        ("s3://b/x", {"AWS_METADATA_ENDPOINT": "http://127.1:1", "AWS_ALLOW_HTTP": "true"}, "AWS_SECRET_ACCESS_KEY"),
-        ("s3://b/x", {"AWS_ACCESS_KEY_ID": "id"}, "AWS_SECRET_ACCESS_KEY"),
-        ("az://b/x", {}, "AZURE_STORAGE_ACCOUNT_NAME"),
+        ("s3://b/x", {"AWS_METADATA_ENDPOINT": "http://127.1:1", "AWS_ALLOW_HTTP": "true"}, True),
+        ("s3://b/x", {"AWS_ACCESS_KEY_ID": "id"}, True),
+        ("az://b/x", {}, True),
         (
             "az://b/x",
             {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_MSI_ENDPOINT": "http://127.1:1/", "AZURE_ALLOW_HTTP": "true"},
-            "AZURE_STORAGE_ACCOUNT_KEY",
+            True,
+        ),
+        (
+            "s3://b/latest/api",
+            {
+                "AWS_ACCESS_KEY_ID": "id",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_ENDPOINT_URL": "http://127.1:1",
+                "AWS_ALLOW_HTTP": "true",
+            },
+            False,
         ),
     ],
 )
-def test_a_bucket_without_credentials_names_the_variables(
-    url: str, env: dict[str, str], wanted: str, monkeypatch: pytest.MonkeyPatch
+def test_a_bucket_without_credentials_says_where_its_variables_are_listed(
+    url: str, env: dict[str, str], is_without: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message was that of the library: it told of an address that nobody had written anywhere."""
+    """The message was that of the library: it told of an address that nobody had written anywhere. A prefix that looks
+    like that address was taken for it.
+    """
     for name in list(os.environ):
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
             monkeypatch.delenv(name)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(OSError, match=rf"no credentials were found: set .*{wanted}"):
-        open_store(OsFileSystem(), url, TIMEOUT_MS).list("generations/")
+    with pytest.raises(OSError, match=r"os error 2|Error performing|Missing|Account") as caught:
+        BucketStore(url, TIMEOUT_MS).create("generations/1", b"")
+    assert ("no credentials were found: set the variables of its provider" in str(caught.value)) == is_without
+    assert ("no credentials" in str(caught.value)) == is_without
+
+
+def test_a_folder_needs_no_credentials(tmp_path: Path) -> None:
+    """An object whose name looks like the address of credentials ended in a KeyError."""
+    (tmp_path / "latest").touch()
+    with pytest.raises(OSError, match=f"{tmp_path}/latest/api") as caught:
+        BucketStore(f"file://{tmp_path}", TIMEOUT_MS).create("latest/api", b"")
+    assert "no credentials" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

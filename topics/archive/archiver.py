@@ -255,18 +255,21 @@ class Archiver:
         now_ms, trusted_ms = self._clock.monotonic_ms(), self._expiry.now_ms()
         if not self._plan.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
             return
-        self._prune_not_before_ms = now_ms + PRUNE_MS
         shipper.require_end()  # never when somebody took over
+        self._prune_not_before_ms = now_ms + PRUNE_MS
         before_ms = trusted_ms - self._plan.keep_ms
         self._helpers.submit(self._prune_before, before_ms)
 
     def _prune_before(self, before_ms: int) -> None:
         try:
             removed = prune(self._archive, before_ms)
-        except (OSError, ArchiveDamagedError) as error:
-            self._tell(error)
-        else:
-            log.info("pruned the archive", **{kind: getattr(removed, kind) for kind in removed.__struct_fields__})
+        except OSError as error:
+            self._tell(error, "the archive cannot be pruned now, which will be repeated")
+            return
+        log.info("pruned the archive", **{kind: getattr(removed, kind) for kind in removed.__struct_fields__})
+        if removed.damaged:
+            damage = ArchiveDamagedError("; ".join(removed.damaged))
+            self._tell(damage, "the archive is damaged; all that can be judged without these objects was pruned")
 
     # -- failures
 

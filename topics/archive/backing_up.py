@@ -59,8 +59,8 @@ def backup(
                 shipper = Shipper(archive, origin, own_id, clock, told, mask)
                 shipper.begin()
                 if is_new:
-                    what = "a new archive is begun, as there was none: if there should be one, mount its disk"
-                    log.warning(what, place=archive.store.place(""))
+                    log.warning("a new archive is begun: if there should be one, mount its disk", place=to)
+                    is_new = False
                 return shipper.base()
         except NoMomentError:
             if clock.monotonic_ms() >= until_ms:

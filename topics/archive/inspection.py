@@ -42,7 +42,7 @@ class BaseFigures(msgspec.Struct, frozen=True):
 
 
 class GenerationFigures(msgspec.Struct, frozen=True):
-    """One generation: any time from `first_ms` to `last_ms` can be restored. Both are None before its first base."""
+    """One generation: any time from `first_ms` to `last_ms`, None where these are not there, can be restored."""
 
     number: int
     service_id: str
@@ -53,19 +53,20 @@ class GenerationFigures(msgspec.Struct, frozen=True):
     pieces: int
     bases: list[BaseFigures]
     damaged: list[str]
-    """A sentence for each base that cannot be read."""
+    """A sentence for each of its objects that was looked at and cannot be read."""
 
 
 class _Found(NamedTuple):
-    """A generation as it is: the numbers of its bases and those that can be read, ascending; what is wrong with the
-    others; and its last piece, 0 without a base.
+    """A generation as it is: the numbers of its bases and those from which can be restored, ascending; what is wrong
+    with the others; the number of its last piece, 0 without one; and that piece, None if it is damaged.
     """
 
     generation: Generation
     numbers: list[int]
     bases: list[Base]
     damaged: list[str]
-    last: int
+    last_no: int
+    last: Piece | None
 
 
 class Pruned(msgspec.Struct, frozen=True):
@@ -77,25 +78,24 @@ class Pruned(msgspec.Struct, frozen=True):
     files: int = 0
     loans: list[str] = []
     """Names of loans because of which something stays that would be removed."""
+    damaged: list[str] = []
+    """A sentence for each object that cannot be read, because of which something may stay, too."""
 
 
 def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigures]:
-    """Return what the archive has, the oldest generation first. `told` hears how many bases of how many were read.
-    Raise ArchiveDamagedError, OSError.
-    """
-    return _beside_prunings(lambda: [_figures(archive, found) for found in _look(archive, told)])
+    """Return all generations, ascending. `told` hears how many bases of how many were read. Raise OSError."""
+    return _beside_prunings(
+        lambda: [_figures(found) for found in _look(archive, told)],
+        lambda found: [damage for generation in found for damage in generation.damaged],
+    )
 
 
-def _beside_prunings(work: Callable[[], _Result]) -> _Result:
+def _beside_prunings(work: Callable[[], _Result], damaged: Callable[[_Result], list[str]]) -> _Result:
     """Do the work, and again if it lacks something, which may just have been pruned. What is damaged is found twice."""
-    found = ""
-    while True:
-        try:
-            return work()
-        except ArchiveDamagedError as damage:
-            if str(damage) == found:
-                raise
-            found = str(damage)
+    found: list[str] = []
+    while (now := damaged(result := work())) != found:
+        found = now
+    return result
 
 
 def _look(archive: Archive, told: Told) -> list[_Found]:
@@ -104,43 +104,42 @@ def _look(archive: Archive, told: Told) -> list[_Found]:
     for number, base_numbers in work:
         bases: list[Base] = []
         damaged: list[str] = []
+        last = None
         for base_no in base_numbers:
             try:
                 bases.append(archive.base(number, base_no)[0])
             except ArchiveDamagedError as damage:
-                if not archive.has_base(number, base_no):
-                    raise  # it was pruned just now
-                way_out = (
-                    "put it back from a copy, or remove it if there is one before it, which gives its moments, too"
-                )
-                damaged.append(f"{damage}; {way_out}")
+                damaged.append(f"{damage}; put it back from a copy, or remove it if there is a base before it")
             done += 1
             told(done, total)
-        last = archive.last_piece(number, base_numbers[-1]) if base_numbers else 0
-        found.append(_Found(archive.generation(number), base_numbers, bases, damaged, last))
+        last_no = archive.last_piece(number, max(base_numbers, default=0))
+        try:
+            last = archive.piece(number, last_no)[0] if last_no else None
+        except ArchiveDamagedError as damage:
+            damaged.append(f"{damage}; put it back from a copy")
+        try:
+            generation = archive.generation(number)
+        except ArchiveDamagedError as damage:
+            damaged.append(f"{damage}; put it back from a copy: until then none of its moments can be restored")
+            generation, bases = Generation(number, "", 0, [], ""), []
+        found.append(_Found(generation, base_numbers, bases, damaged, last_no, last))
     return found
 
 
-def _last_ms(archive: Archive, found: _Found) -> int:
-    """Return the time of the last piece, 0 without a base."""
-    return archive.piece(found.generation.number, found.last)[0].taken_ms if found.last else 0
-
-
-def _figures(archive: Archive, found: _Found) -> GenerationFigures:
-    generation, _, bases, damaged, last = found
-    shown = [
-        BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
-        for base in bases
-    ]
+def _figures(found: _Found) -> GenerationFigures:
+    generation, _, bases, damaged, last_no, last = found
     return GenerationFigures(
         generation.number,
         generation.service_id,
         generation.shards,
         generation.begun_ms,
         first_ms=bases[0].taken_ms if bases else None,
-        last_ms=_last_ms(archive, found) if bases else None,
-        pieces=last - bases[0].first_piece + 1 if bases else 0,
-        bases=shown,
+        last_ms=last.taken_ms if bases and last else None,
+        pieces=last_no - bases[0].first_piece + 1 if bases else 0,
+        bases=[
+            BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
+            for base in bases
+        ],
         damaged=damaged,
     )
 
@@ -151,11 +150,8 @@ def check(archive: Archive, told: Told) -> list[str]:
     `told` hears how many objects of how many were read.
     """
     problems: list[str] = []
-    try:
-        numbers = archive.generations()
-        work = [(number, archive.bases(number)) for number in numbers]
-    except ArchiveDamagedError as damage:
-        return [str(damage)]
+    numbers = archive.generations()
+    work = [(number, archive.bases(number)) for number in numbers]
     for number, base_numbers in work:
         try:
             archive.generation(number)
@@ -225,12 +221,12 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
     """Remove what only moments before `before_ms` need. The last moment always stays, and what restored services still
-    read: everything from the oldest base on that has a loan. Backups and other prunings may run beside it. Raise
-    OSError: the next one goes on. Raise ArchiveDamagedError at the end, when everything that can be judged in spite of
-    that is gone. `told` hears how many of how many objects looked at are gone.
+    read: everything from the oldest base on that has a loan. What is damaged holds back what cannot be judged without
+    it. Backups and other prunings may run beside it. Raise OSError: the next one goes on. `told` hears how many of how
+    many objects looked at are gone.
     """
     removed: Counter[str] = Counter()
-    return _beside_prunings(lambda: _prune(archive, before_ms, removed, told))
+    return _beside_prunings(lambda: _prune(archive, before_ms, removed, told), lambda pruned: pruned.damaged)
 
 
 def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) -> Pruned:
@@ -247,13 +243,14 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
     for found in every:
         generation = found.generation.number
         try:
-            # Generations behind the newest moment have no base yet.
-            is_over = generation < newest and _last_ms(archive, found) < before_ms
             left = archive.removals(generation)
-            going, lent = _superfluous(archive, found, before_ms, is_over)
         except ArchiveDamagedError as damage:
-            damaged.append(f"{damage}; put it back from a copy: its generation stays until then")
+            damaged.append(f"{damage}; remove it: some files that it names then stay as long as their generation")
             continue
+        # Generations behind the newest moment have no base yet. Nobody knows when one ended whose end is damaged.
+        has_ended = not found.numbers or (found.last is not None and found.last.taken_ms < before_ms)
+        is_over = generation < newest and has_ended
+        going, lent = _superfluous(archive, found, before_ms, is_over)
         listed = {name for removal in left for name in removal.names}
         if names := [name for name in going if name not in listed]:
             number = max((removal.number for removal in left), default=0) + 1
@@ -283,9 +280,7 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
         for name in names:
             archive.store.delete(name)
             gone(name)
-    if damaged:
-        raise ArchiveDamagedError(f"{damaged[0]}. All that can be judged without it was pruned")
-    return Pruned(**removed, loans=list(dict.fromkeys(held)))
+    return Pruned(**removed, loans=list(dict.fromkeys(held)), damaged=damaged)
 
 
 def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callable[[str], None]) -> list[str]:
@@ -314,15 +309,15 @@ def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool)
     lent = [number for number in numbers if number < bound and number in loans]
     if lent:
         bound = max((base.number for base in bases if base.number <= lent[0]), default=0)
-    if not bases and (lent or not is_over):
+    if (lent or not is_over) and (bound or min(numbers, default=0)) not in [base.number for base in bases]:
         return [], [loans[number] for number in lent]
     kept = [base for base in bases if base.number >= bound]
     # The first base may have come later than the first piece.
     first = 1 if not bases or archive.has_piece(generation, 1) else bases[0].first_piece
     while first > 1 and numbers[0] < bases[0].number and archive.has_piece(generation, first - 1):
         first -= 1  # of a base that cannot be read
-    last = 0 if kept else archive.last_piece(generation, found.last)
-    if last and archive.piece(generation, last)[0].taken_over_by:
+    last = found.last_no
+    if found.last is None or found.last.taken_over_by:
         last -= 1  # however late its archiver goes on, it meets the end
     pieces = range(first, kept[0].first_piece if kept else last + 1)
     kept_names = {ref.name for base in kept for ref in base.files}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Sequence
+from itertools import count, takewhile
 
 from topics.core.clock import Clock
 from topics.storage.archive_objects import Archive, Generation, Piece, encode, piece_name
@@ -167,9 +168,5 @@ def close_archive(archive: Archive, clock: Clock, by: str) -> None:
 
 def _goes_on(archive: Archive, generation: int, own_id: str) -> bool:
     """Return whether the service of this id began a generation behind this one."""
-    number = generation + 1
-    while archive.has_generation(number):
-        if archive.generation(number).service_id == own_id:
-            return True
-        number += 1
-    return False
+    numbers = takewhile(archive.has_generation, count(generation + 1))
+    return any(archive.generation(number).service_id == own_id for number in numbers)

@@ -95,11 +95,10 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
         raise NotThereError(f"{place}: there is no archive here")
     if wanted.topic is not None:
         return _plan_of_record(archive, numbers, wanted.topic, wanted.seq)
-    earliest_ms, newest = 0, (0, 0)
+    earliest_ms = 0
     for number in reversed(numbers):
         bases = archive.bases(number)
         last = archive.last_piece(number, bases[-1]) if bases else 0
-        newest = max(newest, (number if bases else 0, last))
         for base_no in reversed(bases):
             base, body = archive.base(number, base_no)
             earliest_ms = base.taken_ms
@@ -111,12 +110,7 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
             last = base_no - 1
     if wanted.ts_ms is None or not earliest_ms:
         raise NotThereError(f"{place}: {_NO_BASE}")
-    reach = f"there are moments from {_shown(earliest_ms)} to {_shown(archive.piece(*newest)[0].taken_ms)}"
-    raise NotThereError(f"{place}: {_shown(wanted.ts_ms)} is before the first moment: {reach}")
-
-
-def _shown(ts_ms: int) -> str:
-    return f"{iso(ts_ms)} ({ts_ms})"
+    raise NotThereError(f"{place}: {iso(wanted.ts_ms)} is before the first moment, which is of {iso(earliest_ms)}")
 
 
 def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int) -> int:
@@ -146,7 +140,7 @@ def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) 
         ways += [] if way is None else [way]
     place, known = archive.store.place(""), {ts: found for found, ts in reversed(ways) if ts is not None}
     if len(known) > 1:
-        moments = " and ".join(f"--to-ts {_shown(found.moment.taken_ms)}" for found in reversed(known.values()))
+        moments = " and ".join(f"--to-ts {iso(found.moment.taken_ms)}" for found in reversed(known.values()))
         why = "its service went back, or the topic was deleted and made again; the first moments with them are"
         raise NotThereError(f"{place}: topic {topic!r} has had {len(known)} records {seq}: {why} {moments}")
     if not ways:

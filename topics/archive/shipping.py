@@ -234,16 +234,12 @@ class Shipper:
         """Go on at the end of a generation; return its last piece."""
         self._forget()
         self._generation = generation
-        bases = self._archive.bases(generation.number)
-        known = 0
-        if bases:
-            known = bases[-1]
+        known = max(self._archive.bases(generation.number), default=0)
+        if known:
             try:
                 self.last_base, _ = self._archive.base(generation.number, known)
                 self._files = {ref.path: ref for ref in self.last_base.files}
             except ArchiveDamagedError as damage:
-                if not self._archive.has_base(generation.number, known):
-                    raise
                 log.error("the newest base cannot be read, so another one is made at once", reason=str(damage))
         self._number = self._archive.last_piece(generation.number, known)
         if not self._number:
@@ -252,7 +248,7 @@ class Shipper:
         self._ends = last.ends
         self._txn = {file.path: file for file in last.txn}
         self._taken_ms = last.taken_ms
-        self._has_part = not last.is_moment and self._number != known
+        self._has_part = self.last_base is None or (not last.is_moment and self._number != known)
         return last
 
     def _forget(self) -> None:

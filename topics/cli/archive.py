@@ -15,7 +15,7 @@ from topics.archive.restoring import NotThereError
 from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, mebibytes, place, show
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
-from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.terminal import plural
 
@@ -46,6 +46,8 @@ def _verb(verbs: Any, name: str, work: Work, about: str, examples: str) -> argpa
 def _opened(options: argparse.Namespace) -> Archive:
     archive = Archive(open_archive(OsFileSystem(), options.place))
     if not archive.generations():
+        if archive.store.list("g"):
+            raise ArchiveDamagedError(f"{archive.store.place('generations/')}: is lost; put it back from a copy")
         raise NotThereError(f"{archive.store.place('')}: there is no archive here")
     return archive
 
@@ -55,17 +57,18 @@ def _run_list(options: argparse.Namespace) -> int:
     with progress("base", 0) as bar:
         found = figures(archive, partial(show, bar))
     damaged = [damage for generation in found for damage in generation.damaged]
-    if damaged:
-        print(f"topics archive list: {damaged[0]}", file=sys.stderr)
+    for damage in damaged:
+        print(f"topics archive list: {damage}", file=sys.stderr)
     if options.json:
         print(msgspec.json.encode({"generations": found}).decode())
     for generation in [] if options.json else found:
-        reach = "nothing can be restored: its first base is not complete"
-        if generation.first_ms is not None and generation.last_ms is not None:
-            reach = f"any time from {iso(generation.first_ms)} to {iso(generation.last_ms)}"
+        reach = f"nothing can be restored: {'damaged' if generation.damaged else 'its first base is not complete'}"
+        if generation.first_ms is not None:
+            until = "a damaged piece" if generation.last_ms is None else iso(generation.last_ms)
+            reach = f"any time from {iso(generation.first_ms)} to {until}"
         print(
-            f"generation {generation.number} of service {generation.service_id}, {plural(generation.shards, 'shard')}:"
-            f" {reach} ({plural(generation.pieces, 'piece')})"
+            f"generation {generation.number} of service {generation.service_id or '(unknown)'},"
+            f" {plural(generation.shards, 'shard')}: {reach} ({plural(generation.pieces, 'piece')})"
         )
         for base in generation.bases:
             size = f"{mebibytes(base.size_bytes)} in {plural(base.files, 'file')}"
@@ -110,4 +113,6 @@ def _run_prune(options: argparse.Namespace) -> int:
         )
         for loan in removed.loans:
             print(f"{options.place}: {_loan(archive, loan)}; what it needs stays")
-    return 0
+    for damage in removed.damaged:
+        print(f"topics archive prune: {damage}. All that can be judged without it was pruned", file=sys.stderr)
+    return EXIT_FAILED if removed.damaged else 0

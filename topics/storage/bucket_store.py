@@ -32,12 +32,10 @@ _REASON_CHARS_MAX: Final = 400
 _QUERY: Final = re.compile(r"(?<=://)([^\s?]+)\?\S*")
 _OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid|Wanted range starting")
 _HUNG_UP: Final = "error sending request"
-_NO_CREDENTIALS: Final = re.compile("/latest/(api|meta)|token request|Missing (Secret)?Access|Account must be")
-_CREDENTIALS: Final = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
+_NO_CREDENTIALS: Final = re.compile(
+    r"Generic \w+ error: (Missing (Secret)?Access|Account must be|Error performing (token request|[A-Z]+"
+    r" https?://[^/ ]+/latest/(api/token|meta-data/iam)))"
+)
 _TRUE: Final = frozenset({"1", "true"})
 
 
@@ -238,9 +236,8 @@ class BucketStore:
             reason = _reason(error)
             # The library reports a denied listing like any other failure.
             denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or "code: 403" in reason
-            if _NO_CREDENTIALS.search(reason):
-                way_out = _CREDENTIALS[self._url.partition(":")[0]]
-                reason = f"no credentials were found: set {way_out}, or give the machine a role ({reason})"
+            if _NO_CREDENTIALS.match(reason):
+                reason = f"no credentials were found: set the variables of its provider, see docs/bucket.md ({reason})"
             raise OSError(errno.EACCES if denied else errno.EIO, reason, self.place(name)) from None
 
 

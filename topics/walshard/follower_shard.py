@@ -135,7 +135,7 @@ class FollowedLog:
         moved = [self._due.pop(hosted.topic.id) for hosted in changed if hosted.topic.id in self._due]
         moved += [self._due.pop(topic_id) for topic_id in list(islice(self._due, MOVED_MAX))]
         for hosted in moved:
-            hosted.topic.durable_seq = hosted.topic.archived_seq
+            hosted.topic.durable_seq = max(hosted.topic.durable_seq, hosted.topic.archived_seq)
         return moved
 
     def _take(self, topic: Topic) -> Hosted:
