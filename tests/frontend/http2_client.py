@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Final
 
 import h2.config
@@ -13,6 +14,8 @@ import h2.settings
 GENEROUS: Final = (1 << 31) - 1 - 65_535
 PIECE_BYTES: Final = 10_000
 """Bytes of a frame of a body."""
+STILL: Final = 4
+"""Round trips without a change after which nothing more is expected."""
 HEADERS: Final = [(":scheme", "http"), (":authority", "localhost")]
 
 
@@ -90,16 +93,30 @@ class Streams:
         """Return the bytes that `go_on` has sent."""
         return self._sent_bytes.get(stream_id, 0)
 
-    def fill(self, stream_id: int, message: bytes) -> int:
-        """Send the message again and again, until the window is closed and stays so; returns how often."""
-        sent = 0
-        while True:
-            if self._h2.local_flow_control_window(stream_id) < len(message):
-                self.settle()
-                if self._h2.local_flow_control_window(stream_id) < len(message):
-                    return sent
-            self.go_on(stream_id, message, whole=False)
-            sent += 1
+    @property
+    def connection_room_bytes(self) -> int:
+        """The bytes that all streams together may send now."""
+        return self._h2.outbound_flow_control_window
+
+    def room_bytes(self, stream_id: int) -> int:
+        """Return the bytes that the stream may send now."""
+        return self._h2.local_flow_control_window(stream_id)
+
+    def fill(self, stream_id: int, message: bytes, taken: Callable[[], int]) -> int:
+        """Send the message again and again, until the window is closed; returns how often. It counts as closed when it
+        and the number `taken` of the service have stood still for some round trips: the service may be late to open it.
+        """
+        sent = still = 0
+        while still < STILL:
+            if self.room_bytes(stream_id) >= len(message):
+                self.go_on(stream_id, message, whole=False)
+                sent += 1
+                still = 0
+                continue
+            before = (taken(), self.room_bytes(stream_id))
+            self.settle()
+            still = still + 1 if before == (taken(), self.room_bytes(stream_id)) else 0
+        return sent
 
     def got_bytes(self, stream_id: int) -> int:
         return len(self.bodies.get(stream_id, b""))

@@ -39,7 +39,7 @@ from topics.frontend.http.hypercorn_connection import context_of
 _DataEvent = Body | Data
 _UNWANTED_MAX_BYTES: Final = 1 << 20
 _WINDOW_BYTES: Final = 65_535  # of each stream, and of a connection that has not enlarged it (RFC 9113 §6.9.2)
-_NOT_ASCII: Final = re.compile(rb"[\x80-\xff]")
+_percent_encoded = partial(re.compile(rb"[\x80-\xff]").sub, lambda byte: b"%%%02X" % ord(byte[0]))
 
 
 class BoundedBuffer(StreamBuffer):
@@ -276,7 +276,8 @@ class BoundedProtocol(H2Protocol):
         """Let the client send as much again: so much of the stream is taken."""
         with contextlib.suppress(ProtocolError):
             self.connection.acknowledge_received_data(window_bytes, stream_id)
-        await self._flush()
+        if not self.closed:
+            await self._flush()
 
     async def _priority_updated(self, event: PriorityUpdated) -> None:
         """Hypercorn: the client has sent a priority."""
@@ -314,9 +315,9 @@ class BoundedProtocol(H2Protocol):
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
         for event in events:
-            websocket = self.streams.get(event.stream_id) if isinstance(event, DataReceived) else None
-            if isinstance(event, DataReceived) and isinstance(websocket, WSStream):
-                cast(Any, websocket).arrive(event.data, event.flow_controlled_length)
+            if isinstance(event, DataReceived) and isinstance(stream := self.streams.get(event.stream_id), WSStream):
+                cast(Any, stream).arrive(event.data, event.flow_controlled_length)
+                await self.give_back(event.stream_id, 0)  # h2 opens a window of 0 only here, if it owes anything
             elif not isinstance(event, RequestReceived) or self._begins(event):
                 await super()._handle_events([event])
         await self._flush()
@@ -328,15 +329,14 @@ class BoundedProtocol(H2Protocol):
         if len(request.headers) > FIELDS_FREE:
             self._budget.spend(len(request.headers) - FIELDS_FREE)
         fields = cast("dict[bytes, bytes]", dict(request.headers))
-        path, is_draining = fields.get(b":path"), self.context.terminated.is_set()
-        if path is None or is_draining or not fields[b":method"].isascii():
+        is_draining = self.context.terminated.is_set()
+        if b":path" not in fields or is_draining or not fields[b":method"].isascii():
             if not is_draining:
                 self._budget.spend()  # it takes no place among the open streams
             with contextlib.suppress(ProtocolError):
                 code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
                 self.connection.reset_stream(request.stream_id, code)
             return False
-        path = _NOT_ASCII.sub(lambda byte: b"%%%02X" % ord(byte[0]), path)
         headers = join_lists(request.headers)
-        request.headers = [(name, path if name == b":path" else value) for name, value in headers]
+        request.headers = [(name, _percent_encoded(value) if name == b":path" else value) for name, value in headers]
         return True

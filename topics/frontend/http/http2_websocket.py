@@ -49,6 +49,7 @@ class BoundedWebSocket(WSStream):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._http2 = cast(BoundedProtocol, context_of(self).http2)
         self._incoming = IncomingMessages(self.config.websocket_max_message_size, context_of(self).frames)
         self._arrived = bytearray()
         self._window_bytes = 0  # of the client's window: what has arrived and what is being taken, with padding
@@ -60,8 +61,7 @@ class BoundedWebSocket(WSStream):
         if isinstance(event, StreamClosed) or (isinstance(event, EndBody) and not self.closed):
             self._is_over = True
             if isinstance(event, StreamClosed) and not self._http2.closed:
-                self.closed = True  # the stream alone: what is not taken would count for no stream
-                self._arrived.clear()
+                self._close()  # the stream alone: what is not taken would count for no stream
             self._begin_taking()
         if not isinstance(event, Request):
             return
@@ -81,9 +81,15 @@ class BoundedWebSocket(WSStream):
 
     def arrive(self, data: bytes, window_bytes: int) -> None:
         """Keep bytes of the client until they are taken. They took `window_bytes` of its window."""
-        self._arrived += data
+        if not self.closed:
+            self._arrived += data
         self._window_bytes += window_bytes
         self._begin_taking()
+
+    def _close(self) -> None:
+        """Take no frame any more. What has arrived, and what will, is dropped."""
+        self.closed = True
+        self._arrived.clear()
 
     def _begin_taking(self) -> None:
         if not self._is_taking:
@@ -93,12 +99,13 @@ class BoundedWebSocket(WSStream):
 
     async def _take(self) -> None:
         """Take what has arrived, then the end of the stream. There is one such task at a time."""
+        if self.state is ASGIWebsocketState.HANDSHAKE and not self.closed and not self._http2.closed:
+            await self._send_error_response(400)
         while window_bytes := self._window_bytes:
-            data, self._arrived = bytes(self._arrived), bytearray()
             try:
-                await self._take_frames(data)
+                await self._take_frames()
             except ProtocolError as error:
-                self.closed = True
+                self._close()
                 await self._http2.cut(error)
             await self._http2.give_back(self.stream_id, window_bytes)
             self._window_bytes -= window_bytes  # last: until then this task goes on
@@ -113,34 +120,26 @@ class BoundedWebSocket(WSStream):
         is_open = self.state in (ASGIWebsocketState.CONNECTED, ASGIWebsocketState.CLOSED)
         if self.closed or self._http2.closed or is_open:
             await self._tell_end()
-        elif self.state is ASGIWebsocketState.HANDSHAKE:
-            await self._send_error_response(400)
         if is_open and not self._http2.closed:
             await self.send(EndData(stream_id=self.stream_id))  # else it is one of the streams that may be open
             await self.send(StreamClosed(stream_id=self.stream_id))
 
-    async def _take_frames(self, data: bytes) -> None:
-        if self.closed:
-            return
-        if self.handshake.accepted:
+    async def _take_frames(self) -> None:
+        data, self._arrived = bytes(self._arrived), bytearray()
+        if not self.closed and self.handshake.accepted:
             self.connection.receive_data(data)
+            del data  # wsproto has a copy
             await self._handle_events()
-        elif self.state is ASGIWebsocketState.HANDSHAKE:
-            await self._send_error_response(400)
 
     async def _tell_end(self) -> None:
         """Tell the app that nothing more comes. Idempotent."""
-        self.closed = True
+        self._close()
         app_put, self.app_put = self.app_put, None
         if app_put is not None:
             self.scope["extensions"].pop(WRITE_BUFFER, None)  # breaks a reference cycle
             is_ended = self.state in (ASGIWebsocketState.HTTPCLOSED, ASGIWebsocketState.CLOSED)
             code = CloseReason.NORMAL_CLOSURE if is_ended else CloseReason.ABNORMAL_CLOSURE
             await app_put({"type": "websocket.disconnect", "code": code.value})
-
-    @property
-    def _http2(self) -> BoundedProtocol:
-        return cast(BoundedProtocol, context_of(self).http2)
 
     # Refusals.
 
@@ -192,9 +191,10 @@ class BoundedWebSocket(WSStream):
         elif isinstance(event, Ping):
             await self._send_wsproto_event(event.response())
         elif isinstance(event, CloseConnection):
+            self._is_over = True
+            self._close()
             if self.connection.state is not ConnectionState.CLOSED:
                 await self._send_wsproto_event(event.response())
-            self.closed = self._is_over = True
 
     async def app_send(self, message: ASGISendEvent | None) -> None:
         if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:
