@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from tests.archive.archiving import SHARDS, STEPS, Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
-from tests.archive.leading import KilledError, Small, shown
+from tests.archive.leading import KilledError, Leader, Small, shown
 from tests.archive.simulated import FIRST_OBJECT, SimulatedBucket
 from tests.cases import case
 from tests.storage.faults import Crash, Fault
@@ -566,12 +566,12 @@ def test_a_clock_that_was_put_back_hides_no_lag(service: Archiving) -> None:
     service.partition(away=False)
 
 
-def test_a_former_leader_that_was_stopped_prunes_nothing_of_its_heirs(service: Archiving) -> None:
-    """It pruned with the history that it was told to keep before it met the piece by which the heir had taken over."""
+def taken_over(service: Archiving, *, shipped: int) -> Leader:
+    """Take over from a leader that was told to keep little and has shipped so often; return it. The heir has bases."""
     service.append("a", 3, "disk")
     service.world.keep_ms = archiver.BASE_MS
     service.archiver_dies(0)
-    for _ in range(3):
+    for _ in range(shipped):
         service.ship(0)
     service.world.keep_ms = 0
     for _ in range(4):
@@ -583,6 +583,12 @@ def test_a_former_leader_that_was_stopped_prunes_nothing_of_its_heirs(service: A
         service.append("a", 3, "disk")
         for _ in range(3):
             service.ship(0)
+    return former
+
+
+def test_a_former_leader_that_was_stopped_prunes_nothing_of_its_heirs(service: Archiving) -> None:
+    """It pruned with the history that it was told to keep before it met the piece by which the heir had taken over."""
+    former = taken_over(service, shipped=3)
     there = set(service.bucket.objects)
     former.append("b", 1, "disk")
     for _ in range(2):
@@ -593,21 +599,7 @@ def test_a_former_leader_that_was_stopped_prunes_nothing_of_its_heirs(service: A
 
 def test_a_former_leader_without_news_prunes_nothing_of_its_heirs(service: Archiving) -> None:
     """It had nothing to ship, so it did not meet the piece by which the heir had taken over, and pruned each hour."""
-    service.append("a", 3, "disk")
-    service.world.keep_ms = archiver.BASE_MS
-    service.archiver_dies(0)
-    for _ in range(6):
-        service.ship(0)
-    service.world.keep_ms = 0
-    for _ in range(4):
-        service.follow([])
-    former = service.leader
-    service.take_over([])
-    for _ in range(2):
-        service.leader.rig.clock.ms += 2 * archiver.BASE_MS
-        service.append("a", 3, "disk")
-        for _ in range(3):
-            service.ship(0)
+    former = taken_over(service, shipped=6)
     there = set(service.bucket.objects)
     for _ in range(3):  # it may end a base of its own first
         former.step(0)
