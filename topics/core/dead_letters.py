@@ -7,7 +7,7 @@
 
 A dead letter may be a job of another queue and die again: then `$dead_letter_before` keeps its first entries for a
 redrive. Only the server writes these keys: a client that could write them could pass any record off as a job of a
-queue, or as one that was done.
+queue, or as a job that was done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEAD_JOB_KEY: Final = "$dead_letter_job_key"
 BEFORE: Final = "$dead_letter_before"
 """The same entries of earlier deaths, newest first, as the text of a JSON list of objects."""
 JOB_KEY: Final = "$job_key"
-"""The first job key of a redriven job, whose new seq does not tell it."""
+"""The first job key of a redriven job. It cannot be made from the job's seq, which is a new one."""
 
 _OF_DEAD: Final = frozenset((FROM, DELIVERIES, SRC_SEQ, ORDER_KEY, DEAD_JOB_KEY, BEFORE))
 RESERVED: Final = _OF_DEAD | {JOB_KEY, META_KEY}

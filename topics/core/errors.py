@@ -69,7 +69,7 @@ class TopicsError(Exception):
 
 
 def invalid(message: str, **detail: Any) -> TopicsError:
-    """Return the error of a request that can never succeed as it is."""
+    """Return the error of a request that fails however often the client repeats it unchanged."""
     return TopicsError("invalid_request", message, detail or None)
 
 

@@ -26,7 +26,7 @@ class EvictReason(IntEnum):
 
 
 def run_after(reason: EvictReason, last_reason: int, evict_floor: int, evict_run_seq: int) -> int:
-    """Return the `evict_run_seq` of a topic after an eviction for `reason`: a run has evictions of one reason."""
+    """Return the `evict_run_seq` of a topic after an eviction for `reason`. A run has evictions for one reason only."""
     if last_reason == reason:
         return evict_run_seq
     return 1 if last_reason == EvictReason.NONE else evict_floor
@@ -54,7 +54,7 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Front(NamedTuple):
-    """The first live record, and the loss just before it: of everything below `lost_below_seq` (0: nothing)."""
+    """The seq of the first live record, and the loss just before it: all below `lost_below_seq` (0: nothing)."""
 
     earliest_seq: int
     lost_below_seq: int = 0
@@ -62,8 +62,8 @@ class Front(NamedTuple):
 
 
 class Deletion(NamedTuple):
-    """The effect of one delete: everything below `below_seq` and `seqs` go, of which `records` and `size_bytes` were
-    live (negative where the count was too low and is corrected). `front` is where the live records begin afterwards.
+    """The effect of one delete: it removes everything below `below_seq`, and `seqs`. `records` and `size_bytes` of that
+    were live (negative: they correct a count that was too low). `front` is where live records begin afterwards.
     """
 
     below_seq: int

@@ -83,7 +83,7 @@ class ApiKey:
                 )
 
     def narrowed(self, prefix: str) -> tuple[str, ...]:
-        """Return prefixes, none within another, of exactly those names that begin with `prefix` and that it covers."""
+        """Return the prefixes of exactly the names that begin with `prefix` and that it covers, none within another."""
         if self.covers(prefix):
             return (prefix,)
         return tuple(own for own in self.prefixes if own.startswith(prefix))
@@ -142,7 +142,7 @@ def parse_list(text: str) -> tuple[ApiKey, ...]:
 
 
 def parse_lines(text: str) -> tuple[ApiKey, ...]:
-    """Parse a file: a list in each line, without empty lines and those that begin with #; raise KeysError if empty."""
+    """Parse a file: a list in each line. Skip empty lines and those that begin with #. Raise KeysError without keys."""
     entries = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

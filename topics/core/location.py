@@ -18,7 +18,7 @@ ENTRY_WORDS: Final = 4
 _ENTRY_LEN: Final = 8 * ENTRY_WORDS
 _OFFSET_AT_U32: Final = 4
 _LEN_AT_U32: Final = 5
-_FLAGS_AT: Final = 28  # of the u32, which is little-endian, the low byte
+_FLAGS_AT: Final = 28  # the low byte of the u32 `flags`, which is little-endian
 FLAGS_SHIFT: Final = 32
 LOW_WORD: Final = 0xFFFF_FFFF
 
@@ -32,7 +32,7 @@ FILE_BITS: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD
 
 
 def file_flags_of(file_no: int, record_flags: bytes | bytearray, location_flags: int) -> array[int]:
-    """Return word 3 of entries of frames in one file, given a byte of record flags each, and flags that all have."""
+    """Return word 3 for each frame of one file. `record_flags` has a byte for each; all get `location_flags` too."""
     first = record_flags[0]
     if record_flags.count(first) == len(record_flags):
         return array("Q", [file_no | (first | location_flags) << FLAGS_SHIFT]) * len(record_flags)
@@ -40,7 +40,7 @@ def file_flags_of(file_no: int, record_flags: bytes | bytearray, location_flags:
 
 
 def flags_of(entries: array[int]) -> bytes:
-    """Return the flags of each entry; all flags there are fit into a byte."""
+    """Return the flags of each entry, a byte each: no flag needs more."""
     return entries.tobytes()[_FLAGS_AT::_ENTRY_LEN]
 
 
@@ -57,7 +57,7 @@ def offsets_of(entries: array[int]) -> array[int]:
 def any_flagged(entries: array[int], mask: int) -> bool:
     """True if any entry has any of these flags."""
     flags = flags_of(entries)
-    # Most often all are alike, which is quicker to see than what they are.
+    # Most often all entries have the same flags. To find that out is quicker than to collect different ones.
     return any(flag & mask for flag in (flags[:1] if flags.count(flags[:1]) == len(flags) else set(flags)))
 
 
@@ -73,14 +73,14 @@ def dense_entries(first_seq: int, ts: int, offset_lens: array[int], file_flags: 
 
 
 def lost_entries(first_seq: int, last_seq: int, ts: int, reason: int) -> array[int]:
-    """Return entries of lost records, for an EvictReason; `ts` is that of the record before them."""
+    """Return entries of records lost for `reason`, an EvictReason; `ts` is the time of the record before them."""
     entries = array("Q", [0, ts, reason, LOCATION_LOST << FLAGS_SHIFT]) * (last_seq + 1 - first_seq)
     entries[0::ENTRY_WORDS] = array("Q", range(first_seq, last_seq + 1))
     return entries
 
 
 def in_order(entries: array[int], head_seq: int) -> array[int]:
-    """Return the entries above `head_seq`, sorted by seq; of several of one seq the last one."""
+    """Return the entries above `head_seq`, sorted by seq. If several have the same seq, the last one counts."""
     seqs = entries[0::4]
     count = len(seqs)
     if entries[0] == head_seq + 1 and seqs == array("Q", range(entries[0], entries[0] + count)):

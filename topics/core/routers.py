@@ -4,10 +4,10 @@ A router forwards from its source to its dest. A dest has one source, so the rou
 or a cycle where one is allowed. Only shard 0 has the registry, because all routers together decide whether another may
 exist.
 
-`FoldedRouters` folds the frames of routers. ROUTER_CREATE and ROUTER_DELETE are only in the log of shard 0; the former
-replaces a router of the same name. A ROUTER_CURSOR (`FeedFrameBody`) ends the write that holds the copies of one page,
-so copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers ends
-the feed of the dest.
+`FoldedRouters` folds the frames of routers. Only the log of shard 0 has ROUTER_CREATE, which replaces the router of the
+same name, and ROUTER_DELETE. A ROUTER_CURSOR (`FeedFrameBody`) ends the write that holds the copies of one page, so
+copies and cursor are in the log together or not at all. The last cursor of a dest counts. A cursor without routers ends
+the feed of its dest.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from topics.core.tags import Match, parse_match
 HOPS_MAX: Final = 8
 """The most times that a record passes a cycle, the first time included."""
 DEST_ROUTERS_MAX: Final = 256
-"""Routers into one topic, at most: each page of copies passes all of them, and the log has all of them behind it."""
+"""Most routers into one topic: each page of copies passes all of them, and its cursor in the log lists all of them."""
 META_KEY: Final = "_topics_router"
 """Key of the origin in the meta of copies that are made exactly once; no client may write it."""
 _META_START: Final = b',"meta":{'
 _OWN_META: Final = b'"_topics_router":{'
 _EPOCH: Final = 1
-"""Epoch of every topic: its id is never used again."""
+"""Epoch in the idempotency keys of copies: always the same one, because a topic id is never used again."""
 
 
 class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,7 +57,7 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Router(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A registered router; no id comes twice, `version` counts changes. One that `counts_hops` closes a cycle."""
+    """A registered router. Its id is never used again. `version` counts changes; `counts_hops` if it closes a cycle."""
 
     id: int
     version: int
@@ -66,7 +66,7 @@ class Router(msgspec.Struct, frozen=True, omit_defaults=True):
     counts_hops: bool = False
 
     def place(self, end: str) -> tuple[str, str]:
-        """Return its place in a list: by its topic at `end` (`source`, `dest` or neither), then by its name."""
+        """Return its sort key in a list: its topic at `end` (`source`, `dest`, or "" for no topic), then its name."""
         return getattr(self.spec, end) if end else "", self.name
 
 
@@ -97,14 +97,14 @@ class RouterRegistry:
         self._from: dict[str, dict[str, Router]] = {}
         """Routers by source, then by name."""
         self._places: dict[str, Any] = {}
-        """SortedLists of the places of all, by end, from the first list that needs them on."""
+        """SortedList of the places of all routers, by end. The first `named` with an end makes it."""
         self.last_id = 0
 
     def __len__(self) -> int:
         return len(self.by_name)
 
     def named(self, prefix: str, after: str, most: int, end: str = "", topic: str = "") -> list[Router]:
-        """Return the first routers behind a name that begin with a prefix: all, or those that have `topic` at `end`."""
+        """Return the first routers behind `after` that begin with `prefix`; with `end`, those with `topic` there."""
         if end not in self._places:
             from sortedcontainers import SortedList  # commands parse routers, and a client's packages lack it
 
@@ -122,7 +122,7 @@ class RouterRegistry:
         return topic in self._from
 
     def from_source(self, source: str) -> Collection[Router]:
-        """Return the routers from a topic, a view of them: a source may have thousands."""
+        """Return the routers from a topic, as a view without a copy: a source may have thousands."""
         return self._from.get(source, {}).values()
 
     def touching(self, topic: str) -> list[Router]:
@@ -136,13 +136,13 @@ class RouterRegistry:
         return None if found is None else found.spec.source
 
     def _one_into(self, dest: str, but: str = "") -> Router | None:
-        """Return a router into a topic, of another name than `but`, if there is one: all have one source."""
+        """Return any router into a topic whose name is not `but`, None without one. All of them have one source."""
         return next((router for router in self._into.get(dest, {}).values() if router.name != but), None)
 
     def plan(self, name: str, spec: RouterSpec) -> tuple[Router, bool]:
         """Return (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
-        If nothing changes it is the registered object itself. Raise `409 topic_exists_incompatible` for a second
-        source of a dest, `409 router_cycle`, and `429 throttled` for one more than DEST_ROUTERS_MAX into a dest.
+        If nothing changes, that router is the registered object itself. Raise `409 topic_exists_incompatible` for a
+        second source of a dest, `409 router_cycle`, and `429 throttled` if DEST_ROUTERS_MAX lead to the dest already.
         """
         old = self.by_name.get(name)
         same_edge = old is not None and (old.spec.source, old.spec.dest) == (spec.source, spec.dest)
@@ -216,7 +216,7 @@ class RouterRegistry:
 
 
 def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source_topic_id: int, seq: int) -> bytes:
-    """Return a copy's payload with its origin in its meta, in place of the origin of an original that is a copy."""
+    """Return a copy's payload with its origin in its meta. If the original is a copy too, this replaces its origin."""
     key = f"router:{router}:{source_topic_id}:{_EPOCH}:{seq}"
     origin = (
         f'"{META_KEY}":{{"router":"{router}","source_topic":"{source}","source_seq":{seq},"idempotency_key":"{key}"}}'
@@ -224,7 +224,7 @@ def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source
     if not has_meta:
         return payload + _META_START + origin + b"}"
     start = payload.rindex(_META_START) + len(_META_START)
-    # No JSON string can contain it, because its quotes would be escaped. The origin is the last entry.
+    # No JSON string can contain _OWN_META, because its quotes would be escaped. The origin is the last entry of a meta.
     own = payload.rfind(_OWN_META, start)
     kept = payload[start : own if own >= 0 else payload.rindex(b"}")].strip(b", \t\r\n")
     return payload[:start] + kept + (b"," if kept else b"") + origin + b"}"
@@ -235,7 +235,7 @@ ROUTERS_SHARD: Final = 0
 
 
 class FeedRouter(msgspec.Struct, array_like=True):
-    """One router of a feed: it forwards everything behind `from_seq` of the source, and has made so many copies."""
+    """One router of a feed. It forwards the source's records behind `from_seq`; `forwarded_total` counts its copies."""
 
     router: Router
     from_seq: int
@@ -245,10 +245,10 @@ class FeedRouter(msgspec.Struct, array_like=True):
 class FeedFrameBody(msgspec.Struct, omit_defaults=True):
     """The feed of one dest, and its position in the source. `source_topic_id` is 0 until the source exists.
 
-    `trimmed` counts the seqs of the dest, up to that of the frame, that stand for records which were not copied: the
-    source had lost them, unless `trim_reason` is another EvictReason. While it is `full`, copies wait for room in the
-    dest, and records that the source loses or deletes meanwhile are not copied. `revision` counts the cursors of a dest
-    over both logs.
+    `trimmed` counts seqs of the dest, up to the frame's own, that stand for records which were not copied. The source
+    had lost these records, unless `trim_reason` is another EvictReason. While the feed is `full`, copies wait for room
+    in the dest, and records that the source loses or deletes meanwhile are not copied. `revision` counts the cursors of
+    a dest over both logs.
     """
 
     source: str
@@ -264,7 +264,7 @@ class FeedFrameBody(msgspec.Struct, omit_defaults=True):
 class FoldedRouters(msgspec.Struct, dict=True):
     """All routers; `feeds` of the durable log and `ram_feeds` of the RAM log, by the topic id of their dest.
 
-    It has the names of `routers` by id as well, which no snapshot has.
+    It also keeps the names of `routers` by id, which snapshots leave out.
     """
 
     routers: dict[str, Router] = {}

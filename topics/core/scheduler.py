@@ -1,6 +1,6 @@
 """The order of delivery: weighted fair between bands of priority, first in first out in a band, no starvation. Pure.
 
-The priority of a topic also decides which clients are shown (api §1):
+Answers show the effective priority of a topic as `effective_priority` (api §1):
 
     effective priority = manual (−1000 … 1000), or by recency (500 halved every 30 s, 0 after 5 min)
                        + age (100 for each second it waits to be delivered, at most 1000 after 10 s)
@@ -10,15 +10,15 @@ The priority of a topic also decides which clients are shown (api §1):
     weight     8        4        2        1       1
 
     ready   band 0  ▸ entry ▸ entry ▸ …          deficit round robin: a round gives each band weight × QUANTUM, and the
-            band 1  ▸ …                          first band with some of that left is served, so urgent entries never
-            …                                    wait for the rest of a round
+            band 1  ▸ …                          first band with budget left is served, so urgent entries never wait
+            …                                    for the rest of a round
     aging   slot t, t+1, t+2, … (50 ms each)     the moment at which each entry may have reached a higher band
 
 Every operation is O(1) however many entries are ready. No scan ages entries: each is filed under the moment at which
 waiting will have lifted it into the next band, and one call lifts at most PROMOTIONS_MAX of them.
 
-Cost is in units of the caller's, known only after the work: a band may overdraw, and pays in later rounds. A band
-without work saves at most one round's worth.
+The caller chooses the unit of cost, and tells a turn's cost after its work. So a band may overdraw its budget, and pays
+in later rounds. A band without work saves at most the budget of one round.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _Queue = OrderedDict[_Entry[Item], None]
 
 
 class Scheduler(Generic[Item]):
-    """Ready items, in bands. `base_of(item)` is a priority without age, asked again as it ages; times are monotonic."""
+    """Ready items, in bands. `base_of(item)` is a priority without age, asked again as it waits. Time is monotonic."""
 
     def __init__(self, base_of: Callable[[Item], int]) -> None:
         self._base_of = base_of
@@ -191,7 +191,7 @@ class Scheduler(Generic[Item]):
         return entry.item
 
     def served(self, cost: int, now_ms: int, *, more: bool, fresh: bool = False) -> None:
-        """End the turn of the item that `take` returned. `more` work keeps it ready, at age 0 if that is `fresh`."""
+        """End the turn of the item that `take` returned. With `more` work it stays ready; `fresh` work has age 0."""
         entry, self._serving = self._serving, None
         assert entry is not None
         self._deficits[entry.band] -= cost
@@ -253,7 +253,7 @@ class Scheduler(Generic[Item]):
         self._put_on_wheel(entry, self._tick)
 
     def _promote(self, entry: _Entry[Item], now_ms: int) -> None:
-        """Move an entry to its band now, usually a higher one; recency may have taken away what age has added."""
+        """Move an entry up if it has reached a higher band. It has not if its recency fell as much as its age rose."""
         entry.base = self._base_of(entry.item)
         band = self._band_now(entry, now_ms)
         if band < entry.band:
@@ -267,12 +267,12 @@ class Scheduler(Generic[Item]):
         return band_of(entry.base + age(waited_ms), waited_ms)
 
     def _put_on_wheel(self, entry: _Entry[Item], earliest_tick: int) -> None:
-        """File an entry under the moment at which age lifts it to the next band's floor, or to the top in any case."""
+        """File an entry under the moment at which its age lifts it to the next band's floor; at AGE_FULL_MS at last."""
         if entry.band == TOP:
             return
         missing = FLOORS[entry.band - 1] - entry.base
         due_ms = entry.since_ms + min(missing * AGE_MS_PER_POINT, AGE_FULL_MS)
-        # Never a whole turn of the wheel ahead, however late `age` is: an early entry is filed once more.
+        # The slot is less than a whole turn ahead, even if `age` comes late. An entry that is early is filed again.
         tick = min(max(-(-due_ms // TICK_MS), earliest_tick), self._tick + _SLOTS - 1)
         entry.slot = tick % _SLOTS
         self._wheel[entry.slot][entry] = None

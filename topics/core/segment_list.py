@@ -16,7 +16,7 @@ import msgspec
 SEALED: Final = 1
 """Flag of a segment to which nothing is appended any more and which has tag postings."""
 COLD: Final = 2
-"""Flag of a segment whose `.data` is in the cold directory; `.idx` and `.tags` are also here, and these count."""
+"""Flag of a segment whose `.data` is in the cold directory. `.idx` and `.tags` are there and here; those here count."""
 _last_ts = attrgetter("last_ts")
 
 
@@ -85,8 +85,8 @@ class SegmentList:
         return self._rows[at].first_seq if self._rows else 1
 
     def put(self, info: SegmentInfo) -> SegmentInfo | None:
-        """Add a segment, or replace the one of that first_seq and return the replaced one. An older state of a segment
-        changes nothing, so marks may come again. Raise ValueError if segments would overlap.
+        """Add a segment, or replace the one with the same first_seq and return that one. An older state of a segment
+        changes nothing, so the same mark may come twice. Raise ValueError if segments would overlap.
         """
         at = bisect_right(self._first_seqs, info.first_seq)
         known = self._rows[at - 1] if at else None
@@ -149,5 +149,5 @@ class SegmentList:
 
 
 def _age(info: SegmentInfo) -> tuple[int, int, int]:
-    """Return a key by which states of a segment ascend: it grows, is sealed, relocated and rewritten, never back."""
+    """Return a key that rises with the states of a segment: it grows, is sealed, moved and rewritten, never back."""
     return info.version, info.last_seq, info.flags

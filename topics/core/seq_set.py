@@ -31,7 +31,7 @@ def seqs_of(runs: Iterable[Run]) -> Iterator[int]:
 
 
 class SeqSet:
-    """A set of seqs. Its memory is that of its runs, not of its seqs, and every operation is O(log runs)."""
+    """A set of seqs. It keeps their runs, so its memory grows with these alone, and every operation is O(log runs)."""
 
     __slots__ = ("_last_by_first", "count")
 

@@ -24,8 +24,8 @@ from topics.core.topic import Topic
 class FoldedTopic(msgspec.Struct, array_like=True):
     """One topic. `keys` are (key, first_seq, records, ts), oldest first. `ephemeral_head_seq` is the seq of the last
     HEAD_WATERMARK (None without any), `exact_head_seq` that of the last exact one. `segments` may go beyond `head_seq`.
-    `deleted_in_ram` are deleted records that a RAM log may still have. The last three are those of the topic while it
-    is durable.
+    `deleted_in_ram` are deleted records that a RAM log may still have. `head_ceiling` is that of the topic while it is
+    durable. The last two are the topic's (`core/topic.py`).
     """
 
     id: int
@@ -62,9 +62,9 @@ class ShardState(msgspec.Struct, array_like=True):
 
 
 class RamPeriods:
-    """Records that only the RAM log has, as the durable log knows them, by topic id: the seqs they may have, and those
-    deleted. A topic has such records while it is `ephemeral`; in logs of release 0.1.0 also afterwards, until segments
-    have everything before its head.
+    """The durable log's knowledge of records that only the RAM log has, by topic id: the seqs that they may have, and
+    which of these are deleted. A topic has such records while it is `ephemeral`. In logs of release 0.1.0 it has them
+    also afterwards, until segments have everything before its head.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class RamPeriods:
         return self._exact_heads.get(topic_id, 0)
 
     def deleted(self, topic_id: int, seqs: Sequence[int]) -> None:
-        """Remember deleted records (ascending) that the RAM log may still have. It is read from its beginning, and what
-        is lost with it is filled in at the end: after the frames that delete records of it.
+        """Remember deleted records (ascending seqs) that the RAM log may still have. A start reads the RAM log from its
+        beginning, and fills in what was lost with it after all DELETE frames: both would undo these deletions.
         """
         if topic_id in self._ceilings:
             known = self._deleted.setdefault(topic_id, SeqSet())
@@ -100,7 +100,7 @@ class RamPeriods:
         return topic_id in self._deleted
 
     def deleted_runs(self, topic: Topic) -> list[Run]:
-        """Return the deleted records that segments and floors do not tell by now."""
+        """Return the deleted records that neither segments nor floors tell yet."""
         known = self._deleted.get(topic.id)
         if known is None:
             return []

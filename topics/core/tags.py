@@ -14,7 +14,7 @@ from topics.core.errors import invalid
 FORGET_FROM: Final = 4096
 """Number of entries from which forgetting is worth it."""
 TagsOf = Callable[[int, int], tuple[list[tuple[int, bytes]], int]]
-"""(first_seq, last_seq) → (seq, tag) of tagged records among them, ascending, and the seq up to which these are all."""
+"""(first_seq, last_seq) → ascending (seq, tag) of tagged records among these, and the last seq that was looked at."""
 
 
 class Match(NamedTuple):
@@ -47,7 +47,7 @@ def parse_match(given: object, field: str = "match") -> Match:
 
 
 class TagIndex:
-    """Ascending seqs by tag, of all records from some seq up to `next_seq` - 1."""
+    """Index from each tag to the ascending seqs of its records. It has all records from some seq to `next_seq` - 1."""
 
     def __init__(self, first_seq: int) -> None:
         from sortedcontainers import SortedDict  # commands parse matches, and a client's packages lack it
@@ -86,9 +86,9 @@ class TagIndex:
         return list(self._seqs.irange(match.tag, _behind(match.tag), (True, False)))
 
     def seqs_of(self, tags: Sequence[bytes], start: int, most: int) -> tuple[list[int], int]:
-        """Return (seqs of records with one of these tags, from number `start` on; number of the tag to go on with).
+        """Return (ascending seqs of records with a tag of `tags[start:]`; number of the tag to go on with).
 
-        There are `most` or more, because no tag is split. They ascend; some may be deleted already.
+        There may be more than `most`, because the seqs of a tag come together. Some may be deleted already.
         """
         found: list[int] = []
         while start < len(tags) and len(found) < most:
