@@ -24,8 +24,8 @@ POLL_MS: Final = 100
 SOON_MS: Final = 50
 """The least time between two moments that somebody waits for."""
 GATHER_MS: Final = (10, 60)
-"""The shortest and the longest time after a moment for those whom it answered to write again: a quarter of the time
-that it took. Else they would all wait for the moment after the next.
+"""The shortest and the longest pause after a moment: a quarter of its time. In the pause writers whom it answered can
+write again. Without it their next writes would wait for the moment after the next one.
 """
 SOON_POLL_MS: Final = 5
 NO_MOMENT_MS: Final = 50
@@ -39,7 +39,7 @@ BASE_MS: Final = 86_400_000
 the last base that has it.
 """
 BASE_RETRY_MS: Final = 60_000
-"""The pause before the next base where a file of a segment cannot be read: each try reads the others again."""
+"""The pause before another try of a base if a file of a segment cannot be read: each try reads the others again."""
 PRUNE_MS: Final = 3_600_000
 LEADER_SIGN_MS: Final = 2_000
 
@@ -64,7 +64,7 @@ class _BaseUnderway(NamedTuple):
 
 
 class Archiver:
-    """Ships a running service. Owns its words in the control page but those of the process."""
+    """Ships a running service. Owns the process's words in the control page, but for those that `stand_by` sets."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Archiver:
         self._shard_wakes = shard_wakes
         self._plan = plan
         self._clock = clock
-        # A clock that was put forward must not have history removed, as it has nothing expire.
+        # A clock that was put forward must not make pruning remove history, just as it makes no record expire.
         self._expiry = ExpiryClock(clock, log.warning, page.trusted_offset_ms(Role.WALSHARD, 0))
         self._helpers = helpers
         self._shipper: Shipper | None = None
@@ -107,7 +107,7 @@ class Archiver:
         while True:
             is_last = stop.is_set()
             pause_ms = self.step()
-            # Until a restore can get to what was shipped last, unless no base can be made now.
+            # The end is when a restore can get to what was shipped last, unless no base can be made now.
             shipper = self._shipper
             is_based = shipper is None or shipper.is_based or not (self._underway or self._is_base_due(shipper))
             if is_last and (pause_ms is not None or is_based):
@@ -251,11 +251,11 @@ class Archiver:
             self._underway = None
 
     def _prune(self, shipper: Shipper) -> None:
-        """Have removed what only moments before the history that is kept need, once in PRUNE_MS."""
+        """Have a helper remove what only moments older than `keep_ms` need, once in PRUNE_MS."""
         now_ms, trusted_ms = self._clock.monotonic_ms(), self._expiry.now_ms()
         if not self._plan.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
             return
-        shipper.require_end()  # never when somebody took over
+        shipper.require_end()  # a service that was taken over from must not prune
         self._prune_not_before_ms = now_ms + PRUNE_MS
         before_ms = trusted_ms - self._plan.keep_ms
         self._helpers.submit(self._prune_before, before_ms)

@@ -70,8 +70,8 @@ def backup(
 
 @contextmanager
 def _ends(data_dir: str) -> Iterator[LogEnds]:
-    """Yield the ends of the logs: of a running service by its control page, else by the logs, which nobody may change
-    meanwhile.
+    """Yield the ends of the logs. The control page of a running service tells them, else the logs themselves, which
+    nobody may change meanwhile.
     """
     try:
         with inspecting(data_dir):

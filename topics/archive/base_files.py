@@ -20,10 +20,9 @@ COPIERS: Final = 8
 
 
 class BaseFiles:
-    """The files of one base of a generation. Owns what is being copied; the objects are the archive's.
+    """Copies the files of one base into a generation of the archive. Owns the copying, not the objects.
 
-    `known` are files that the archive has already, by their paths. `told` hears how many bytes of how many were looked
-    at.
+    `known` are files that the archive has already, by path. `told` hears how many bytes of how many were looked at.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class BaseFiles:
                 pool.shutdown(cancel_futures=True)
 
     def give_up(self) -> None:
-        """Have `copy` end soon, in whatever thread it runs; it raises then."""
+        """Make `copy` raise soon, in whatever thread it runs."""
         self._is_over.set()
 
     def _copy(self, segment: ListedSegment) -> list[tuple[FileRef, int]]:
@@ -84,12 +83,12 @@ class BaseFiles:
         if self._is_over.is_set():
             raise InterruptedError("the base was given up")
         idx = self._read(segment.idx)
-        # Data and tags never change: offsets, lengths and times of all records tell whether they are those.
+        # Data and tags never change, but for marks of deletions: offsets, lengths and times of records identify them.
         identity = index_digest(idx)
         copied = [self._copy_file(segment.data, identity)]
         if segment.tags is not None:
             copied.append(self._copy_file(segment.tags, identity))
-        # Data before the index: a deletion marks the frame, then the index.
+        # The index is read last: a deletion marks the frame in the data first, then the index.
         idx = self._read(segment.idx)
         copied.insert(0, self._copy_file(segment.idx, xxh3_64_intdigest(idx), idx))
         return copied

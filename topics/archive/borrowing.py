@@ -23,10 +23,10 @@ from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed, remov
 from topics.storage.filesystem import FileSystem
 
 BATCH_BYTES: Final = 16 << 20
-"""Bytes that are fetched at a time, but for an object that is larger. The follower takes moments between."""
+"""Most bytes of one fetch, unless it is of one larger object. The follower takes moments in between."""
 BATCH_MS: Final = 1000
 LAID_OUT_MS: Final = 20
-"""Time that is given to laying out between two moments: each file is synced."""
+"""Time for laying out data between two moments. Each file is synced, so it may take longer than this."""
 RETRY_MS: Final = 10_000
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -34,16 +34,16 @@ log = get_logger()
 
 
 class NoLoanError(OSError):
-    """A loan cannot be created: the archive does not let it, or is away."""
+    """A loan cannot be created: the archive is read-only, or cannot be reached."""
 
 
 def borrow(
     archive: Archive, generation: int, base: Base, fs: FileSystem, data_dir: str, place: str, who: str
 ) -> dict[str, FileRef]:
     """Have the archive keep the files of a base's sealed segments, and note which data stay there; return these by
-    their paths. `place` is the archive's, and `who` tells people of whom the loan is.
+    their paths. `place` is the archive's, and `who` tells people whose loan it is.
 
-    Raise NoLoanError, ArchiveDamagedError if a file is not there any more, OSError. The note may be there then, too.
+    Raise NoLoanError, ArchiveDamagedError if a file is not there any more, OSError. An error may leave the note behind.
     """
     sealed = {stem for stem, kind in (os.path.splitext(ref.path) for ref in base.files) if kind == ".tags"}
     files = [ref for ref in base.files if os.path.splitext(ref.path)[0] in sealed]
@@ -51,14 +51,14 @@ def borrow(
         return {}
     place = place if "://" in place else os.path.abspath(place)
     note = BorrowedNote(place, loan_name(generation, base.number), files)
-    write_borrowed(fs, data_dir, note)  # first: one that is killed can end its loan later
+    write_borrowed(fs, data_dir, note)  # first: after a kill the next try can end the loan
     try:
         archive.store.create(note.loan, who.encode())
     except OSError as error:
         if error.errno in _READ_ONLY:
-            remove_borrowed(fs, data_dir)  # there is nothing to end
+            remove_borrowed(fs, data_dir)  # there is no loan to end
         raise NoLoanError(error.errno, f"cannot be created ({error})", archive.store.place(note.loan)) from error
-    # A pruning that has not seen the loan begins with the base.
+    # A pruning that has not seen the loan removes the base first. So the base is looked for last.
     there = {
         name for folder in {ref.name.partition("/")[0] for ref in files} for name in archive.store.list(f"{folder}/")
     }
@@ -73,8 +73,8 @@ class Homecoming:
     """The data of a replica that are still in the archive, and their way here. Owns the note of them, and the loan.
 
     Readers take data from the data directory as soon as they are there (`frontend/reads/files.py`). The segment is cold
-    until the shards load the next snapshot: what they mark in its index alone till then is in the logs behind that
-    snapshot, and marked in the data as they load it.
+    until the shards load the next snapshot, and until then they mark deletions in its index alone. The logs behind that
+    snapshot have these deletions, so the shards mark them in the data as they load it.
     """
 
     def __init__(self, archive: Archive, fs: FileSystem, data_dir: str, copy: DirectoryCopy, clock: Clock) -> None:
@@ -90,17 +90,17 @@ class Homecoming:
         """True once no snapshot that a start may use lists a borrowed segment."""
         self._coming: Future[list[tuple[FileRef, bytes | Exception]]] | None = None
         self._arrived: deque[tuple[FileRef, bytes | Exception]] = deque()
-        """Data that were fetched, or why not, and are not laid out."""
+        """Data that were fetched and are not laid out, or the errors of their fetches."""
         self._not_before_ms = 0
 
     def begin(self, generation: int, base: Base, place: str) -> None:
-        """Borrow the data of a base, of which nothing is here. From an archive that lets no loan be created everything
-        has to be copied: nothing is missing then. Raise ArchiveDamagedError, OSError: begin again.
+        """Borrow the data of a base, of which nothing is here. A read-only archive lends nothing: then `missing` is
+        empty, and the caller copies everything. Raise ArchiveDamagedError, OSError: begin again.
         """
         self._take_note()
         former = "" if self._note is None else self._note.loan
         try:
-            self._end()  # of a try before, or of a copy that was given up
+            self._end()  # the loan of an earlier try, or of a copy that was given up
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
@@ -116,14 +116,14 @@ class Homecoming:
         self._note = read_borrowed(self._fs, self._data_dir)
 
     def go_on(self) -> None:
-        """Go on where the directory is. Raise OSError."""
+        """Go on where the directory's note says. Raise OSError."""
         self._take_note()
         if self._note is not None:
             data = (ref for ref in self._note.files if ref.path.endswith(".data"))
             self.missing = {ref.path: ref for ref in data if self._is_missing(ref.path)}
 
     def _is_missing(self, data_path: str) -> bool:
-        """Return whether data are to be fetched: of a segment that a later base has dropped, the index is gone, too."""
+        """Return whether data are to be fetched. If a later base has dropped their segment, its index is gone, too."""
         idx_path = data_path.removesuffix(".data") + ".idx"
         data_is_here, idx_is_here = (
             self._fs.exists(os.path.join(self._data_dir, one)) for one in (data_path, idx_path)
@@ -136,8 +136,8 @@ class Homecoming:
         self._arrived.clear()
 
     def keep_only(self, files: Container[str]) -> None:
-        """Fetch only data that another base has, too: `files` are its paths. It may have other objects of them, with
-        more deletions.
+        """Fetch only data that another base has, too: `files` are its paths. That base may have other objects for
+        these, with more deletions.
         """
         self.missing = {path: ref for path, ref in self.missing.items() if path in files}
 
@@ -146,8 +146,8 @@ class Homecoming:
         return sum(ref.size_bytes for ref in self.missing.values())
 
     def step(self, helper: Executor) -> Exception | None:
-        """Lay out what has come, for a moment, and have the helper fetch more. Return why data could not be fetched or
-        laid out, if so: they are fetched again later.
+        """Lay out fetched data for LAID_OUT_MS, and have the helper fetch more. Return the first error of data that
+        could not be fetched or laid out, if any. These are fetched again later.
         """
         failure: Exception | None = None
         if self._coming is not None and self._coming.done():
@@ -158,7 +158,7 @@ class Homecoming:
             ref, content = self._arrived.popleft()
             if ref.path in self.missing and (error := self._lay_out(ref, content)) is not None:
                 failure = failure or error
-                self.missing[ref.path] = self.missing.pop(ref.path)  # others first
+                self.missing[ref.path] = self.missing.pop(ref.path)  # the others come first
         now_ms = self._clock.monotonic_ms()
         if failure is not None:
             self._not_before_ms = now_ms + RETRY_MS
@@ -199,8 +199,8 @@ class Homecoming:
         return list(fetched_ahead(content, refs))
 
     def settle(self) -> None:
-        """Have the next start find what has come, and only the rest borrowed: under the name of a segment that is here
-        the cold tier of a service that leads may have the same one. Raise OSError.
+        """Write snapshots and the note so that the next start counts only missing data as borrowed. A service that
+        leads may have a segment of the same name in its cold tier. Raise OSError.
         """
         if self._note is None:
             return
@@ -212,8 +212,9 @@ class Homecoming:
         write_borrowed(self._fs, self._data_dir, self._note)
 
     def come_home(self) -> bool:
-        """Take the next step once nothing is missing, and all shards have loaded the newest snapshot: other snapshots,
-        then the end of the loan. True if the shards have to load the snapshot. Raise OSError.
+        """Take the next step once nothing is missing, and all shards have loaded the newest snapshot. The first step
+        writes snapshots without borrowed data: True, the shards have to load them. The second ends the loan. Raise
+        OSError.
         """
         if self._note is None or self.missing:
             return False

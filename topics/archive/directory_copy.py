@@ -1,7 +1,7 @@
 """A data directory that is made of an archive's objects: files of segments, a snapshot, and logs byte for byte.
 
-Its logs differ from the originals in two things. What the snapshot covers is one frame that says nothing, and the
-CHECKPOINT_MARKs behind it list no segments: the directory has those of the snapshot, and later records are in its logs.
+Its logs differ from the originals in two things. One frame that says nothing stands for all that the snapshot covers.
+The CHECKPOINT_MARKs behind it list no segments: the directory has the snapshot's segments, and its logs have the rest.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from topics.storage.snapshot import decode_parts, encode_part, encode_parts, loa
 from topics.storage.upgrade import write_mark
 
 LOST_SEQS_MAX: Final = 1 << 17
-"""The most seqs that a topic passes over, unless its log lets it give out more."""
+"""The most lost seqs that a topic passes over, unless its log allowed it to give out more."""
 LOST_SEQS_TOTAL: Final = 1 << 20
-"""The same for all topics together, but for TAIL_STEP each: each lost seq takes an entry in the index."""
+"""The same for all topics together; each gets TAIL_STEP at least. Each lost seq takes an entry in the index."""
 _PAD_KEY: Final = b"\xa3pad"
 FETCHED_AHEAD: Final = 8
 _Wanted = TypeVar("_Wanted")
@@ -78,13 +78,13 @@ class DirectoryCopy:
             write_all(self._fs, fd, content, 0)
 
     def replace(self, path: str, content: Bytes) -> None:
-        """Write a file durably, an index before its data; who has it open goes on with the former one."""
+        """Write a file durably, an index before its data. A process that has the former file open keeps that one."""
         content = self.merged(path, content)
         replace_file(self._fs, self._full(path), content)
 
     def merged(self, path: str, content: Bytes) -> Bytes:
-        """Return a file of an archive with the deletions that the index here has: data are shipped once, without them.
-        An index may be older than what is shown here; shards that have not loaded it yet mark deletions only once.
+        """Return a file of an archive with the deletions that the index here has. Data are shipped once, so they lack
+        later deletions. An index may be older than the state shown here, and shards mark each deletion only once.
         """
         stem, kind = os.path.splitext(os.path.join(self._data_dir, path))
         if kind == ".data":
@@ -94,7 +94,7 @@ class DirectoryCopy:
         return content
 
     def mark_deleted(self, path: str, idx: Bytes) -> None:
-        """Mark the deletions that an index has in a segment's data, durably."""
+        """Write the deletions of an index into the data of its segment, durably."""
         with opened(self._fs, os.path.join(self._data_dir, path), os.O_RDWR) as fd:
             for end in _deleted_ends(idx):
                 write_all(self._fs, fd, bytes((DELETED,)), end - 1)
@@ -106,7 +106,7 @@ class DirectoryCopy:
         return path
 
     def save_snapshot(self, body: bytes, borrowed: Collection[str] = ()) -> None:
-        """Write a snapshot in which only segments whose data (paths) are `borrowed` are cold: all others are here."""
+        """Write a snapshot. In it only segments whose data paths are `borrowed` are cold; all others are here."""
         parts = []
         for part in decode_parts(body):
             state = part.decoded()
@@ -141,8 +141,8 @@ class DirectoryCopy:
         self.write(os.path.relpath(layout.log_path(self.log_directory(start.shard), file_no), self._data_dir), content)
 
     def lay_out(self, piece: Piece, payload: memoryview, ends: list[WalPosition]) -> None:
-        """Write the next bytes of the logs, which end at `ends`, by shard; these move. Raise MissingBytesError if
-        bytes are missing before them.
+        """Write the next bytes of the logs. `ends` has the end of each log, by shard, and is changed to the new one.
+        Raise MissingBytesError if bytes are missing in between.
         """
         for part, content in split_payload(piece, payload):
             end = ends[part.shard]
@@ -159,14 +159,14 @@ class DirectoryCopy:
             ends[part.shard] = behind
 
     def read_log(self, shard: int, start: WalPosition, length: int) -> bytes:
-        """Return so many bytes of a log file, fewer at its end, none if it is not there."""
+        """Return `length` bytes of a log file from `start` on, fewer at its end, none if it is not there."""
         path = layout.log_path(self.log_directory(shard), start.file_no)
         with suppress(FileNotFoundError), opened(self._fs, path, os.O_RDONLY) as fd:
             return read_up_to(self._fs, fd, length, start.offset)
         return b""
 
     def has_frames(self, shard: int, start: WalPosition, frames: bytes) -> bool:
-        """Return whether a log has these frames there; segments that their marks list may be forgotten already."""
+        """Return whether a log has these frames at `start`. Lists of segments in marks may be emptied already."""
         own, wanted = bytearray(self.read_log(shard, start, len(frames))), bytearray(frames)
         _empty_marks(own)
         _empty_marks(wanted)
@@ -215,8 +215,8 @@ class DirectoryCopy:
     # -- the end of the copied history
 
     def end_history(self, has_end: bool, now_ms: int) -> int:
-        """Make the logs such that a service may go on with them: behind the last record of each topic is a gap, for the
-        seqs that the original may have given out later. Return how many topics there are. It may be done again.
+        """Prepare the logs for a service that goes on with them: add a gap behind the last record of each topic, for
+        the seqs that the original may have given out later. Return the number of topics. May be repeated.
         """
         snapshot = load_snapshot(self._fs, self._data_dir)
         logs: list[tuple[ShardState, WalPosition]] = []
@@ -243,7 +243,7 @@ class DirectoryCopy:
     def _pass_over(
         self, shard: int, topics: list[FoldedTopic], end: WalPosition, all_topics: int, has_end: bool, now_ms: int
     ) -> None:
-        """Have the log say which seqs were lost: those behind each head that the service may have given out."""
+        """Append the loss of each topic to the log: the seqs behind its head that the service may have given out."""
         lost_seqs = max(TAIL_STEP, min(LOST_SEQS_MAX, LOST_SEQS_TOTAL // all_topics)) if all_topics else 0
         frames = b"".join([_lost_tail_frame(topic, lost_seqs, now_ms) for topic in topics])
         directory = self.log_directory(shard)
@@ -285,7 +285,7 @@ def _marked(data: Bytes, idx: bytes) -> Bytes:
 
 
 def _with_marks(idx: Bytes, own: bytes) -> Bytes:
-    """Return an index with the deletions that another state of it has, too."""
+    """Return an index with its own deletions and those of `own`, another state of it."""
     content = bytearray(idx)
     for at in range(ENTRY_FLAGS_AT, min(len(idx), len(own)), ENTRY_LEN):
         content[at] |= own[at] & LOCATION_DELETED
@@ -303,7 +303,7 @@ def _deleted_ends(idx: Bytes) -> list[int]:
 
 def _lost_tail_frame(topic: FoldedTopic, lost_seqs: int, now_ms: int) -> bytes:
     if topic.config.durability == "ephemeral":
-        # Its records were in RAM, in no archive: a start takes all up to here for lost.
+        # Its records were in RAM, in no archive: a start counts all seqs up to this one as lost.
         body = HeadFrameBody(False)
         seq = max(topic.head_seq, topic.ephemeral_head_seq or 0) + max(RAM_STEP, lost_seqs)
     else:

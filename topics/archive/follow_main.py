@@ -32,10 +32,10 @@ from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
 
 LOOK_MS: Final = 10_000
-"""Interval of looks for a new base, and of looks at the archive while the leader itself tells what it commits."""
+"""Interval of looks for a new base."""
 RETRY_MS: Final = (200, 10_000)
 TOLD_S: Final = 0.025
-"""The pause after each answer of the leader: what it costs is bounded."""
+"""Pause after each answer of the leader, which bounds the cost of asking."""
 
 log = get_logger()
 
@@ -43,7 +43,7 @@ _FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
 
 class Follower:
-    """The work of the process. Owns its words in the control page, but those of the process."""
+    """The work of the process. Owns the process's words in the control page, but for those that `stand_by` sets."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Follower:
         leader: LeaderTail,
         helper: Executor,
     ) -> None:
-        """`helper` looks at the archive while this thread listens to the leader, and fetches data from there."""
+        """`helper` looks at the archive, and fetches data from it, while this thread listens to the leader."""
         self._replica = replica
         self._fs = fs
         self._settings = settings
@@ -68,7 +68,7 @@ class Follower:
         self._leader = leader
         self._helper = helper
         self._newest: Future[Piece | None] | None = None
-        """The newest piece of the archive, which the helper looks for."""
+        """The helper's search for the newest piece of the archive; None if none is under way."""
         self._skim_not_before_ms = 0
         self._tells = False
         """True while the leader itself tells what it commits."""
@@ -111,7 +111,7 @@ class Follower:
             has_news = self._listen()
             has_news |= self._skim() if self._tells else self._look()
             self._show()
-            is_gone = self._is_leader_gone(has_news)  # before what follows, which may take longer than its signs may
+            is_gone = self._is_leader_gone(has_news)  # asked before the rest, which may take longer than a sign may
             self._fetch()
             if self._clock.monotonic_ms() >= self._look_not_before_ms and not self.promote.is_set():
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
@@ -148,7 +148,7 @@ class Follower:
         """Ask the leader, if it can be asked. True if it has answered: it lives."""
         note = self._replica.note
         if self._replica.is_over:
-            self._tells = False  # what it would tell is of another generation
+            self._tells = False  # it would tell of the next generation
         if self.promote.is_set() or self._replica.is_over or not self._leader.is_due(note.leader_url):
             return False
         told, asked_ms = self._tells, self._clock.now_ms()
@@ -167,7 +167,7 @@ class Follower:
         return True
 
     def _skim(self) -> bool:
-        """Pass over what is new in the archive and was told already. True if there was something."""
+        """Pass over new pieces of the archive that the leader has told already. True if there was a new one."""
         if self._newest is None:
             if self._clock.monotonic_ms() >= self._skim_not_before_ms:
                 self._newest = self._helper.submit(self._replica.newest_piece)
@@ -195,16 +195,16 @@ class Follower:
             with self._uncounted():
                 has_news = self._replica.step()
         except _FAILURES:
-            self._has_sign()  # nobody can tell: the leader may not reach the archive either
+            self._has_sign()  # counts as a sign: the leader may not reach the archive either
             raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")
         return has_news
 
     def _show(self) -> None:
-        """Show the shards how far their logs are, and everybody how old that may be."""
+        """Show the shards how far they may read their logs, and everybody how old that state may be."""
         replica, cell = self._replica, self._cell
-        cell.set("moment_ms", replica.looked_ms or replica.note.taken_ms)  # the latter by the leader's clock
+        cell.set("moment_ms", replica.looked_ms or replica.note.taken_ms)  # `taken_ms` is by the leader's clock
         for shard, (end, archived) in enumerate(zip(replica.ends, replica.archived_ends, strict=True)):
             words = {f"readable_{shard:02d}": end.word, f"shipped_{shard:02d}": archived.word}
             if any(cell.get(name) != word for name, word in words.items()):
@@ -215,14 +215,14 @@ class Follower:
         """Fetch data that are still in the archive, and say how much is left."""
         homecoming, cell = self._replica.homecoming, self._cell
         if (error := homecoming.step(self._helper)) is not None:
-            self._fail(error)  # they are read in the archive meanwhile
+            self._fail(error)  # readers use the archive meanwhile
         if cell.get("segments_borrowed") != len(homecoming.missing):
             cell.set("segments_borrowed", len(homecoming.missing))
             cell.set("borrowed_bytes", homecoming.missing_bytes)
 
     def _is_leader_gone(self, has_news: bool) -> bool:
-        """Return whether a leader that gives signs has given none for `takeover_after_ms`. Each piece is one, also of a
-        generation that it has begun.
+        """Return whether a leader that gives signs of life has given none for `takeover_after_ms`. Each new piece is a
+        sign, also a piece of the next generation.
         """
         if has_news:
             self._has_sign()
@@ -237,7 +237,7 @@ class Follower:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Use the archive. A long time that it takes is no silence: the leader may have to wait for it, too."""
+        """Use the archive inside the block. A long wait for it is no silence: the leader may have to wait, too."""
         began_ms = self._clock.monotonic_ms()
         try:
             yield
@@ -254,7 +254,7 @@ class Follower:
 
     def _tend_base(self) -> None:
         if any(cell.get("bases_loaded") < self._cell.get("bases") for cell in self._shards):
-            return  # files that they still read must stay
+            return  # they still read files of the former base
         if not read_pinned(self._fs, self._pins_dir, self._clock.monotonic_ms()):
             self._replica.remove_leftovers()
         if self._replica.look_for_base():
@@ -265,8 +265,8 @@ class Follower:
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
-    """Run the process. EXIT_AGAIN when all processes of the service have to start again, with another role or
-    directory; EXIT_REFUSED when it cannot follow.
+    """Run the process. Return EXIT_AGAIN when all processes of the service have to start again, with another role or
+    directory, and EXIT_REFUSED when it cannot follow.
     """
     assert settings.follow is not None
     kill_points.arm_as_told(settings.test_kill_at, incarnation)

@@ -42,7 +42,7 @@ class BaseFigures(msgspec.Struct, frozen=True):
 
 
 class GenerationFigures(msgspec.Struct, frozen=True):
-    """One generation: any time from `first_ms` to `last_ms`, None where these are not there, can be restored."""
+    """One generation. Any time from `first_ms` to `last_ms` can be restored; they are None where they are unknown."""
 
     number: int
     service_id: str
@@ -57,8 +57,8 @@ class GenerationFigures(msgspec.Struct, frozen=True):
 
 
 class _Found(NamedTuple):
-    """A generation as it is: the numbers of its bases and those from which can be restored, ascending; what is wrong
-    with the others; the number of its last piece, 0 without one; and that piece, None if it is damaged.
+    """A generation as it was found. `numbers` has all its bases, `bases` those that a restore can use, both ascending.
+    `damaged` says what is wrong. `last_no` is the last piece, 0 without one, and `last` is None if that is damaged.
     """
 
     generation: Generation
@@ -77,9 +77,9 @@ class Pruned(msgspec.Struct, frozen=True):
     pieces: int = 0
     files: int = 0
     loans: list[str] = []
-    """Names of loans because of which something stays that would be removed."""
+    """Names of loans that keep objects which would be removed without them."""
     damaged: list[str] = []
-    """A sentence for each object that cannot be read, because of which something may stay, too."""
+    """A sentence for each object that cannot be read. It may keep other objects, too."""
 
 
 def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigures]:
@@ -91,7 +91,7 @@ def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigure
 
 
 def _beside_prunings(work: Callable[[], _Result], damaged: Callable[[_Result], list[str]]) -> _Result:
-    """Do the work, and again if it lacks something, which may just have been pruned. What is damaged is found twice."""
+    """Repeat the work until it finds the same damage twice: an object that it lacks may just have been pruned."""
     found: list[str] = []
     while (now := damaged(result := work())) != found:
         found = now
@@ -170,7 +170,7 @@ def check(archive: Archive, told: Told) -> list[str]:
 def _check_generation(
     archive: Archive, number: int, base_numbers: list[int], told: Told
 ) -> Iterator[tuple[str, set[int]]]:
-    """Yield what is wrong, and the bases that need it. If all of these are gone by now, it was pruned with them."""
+    """Yield (problem, numbers of the bases that it harms). If all these bases are gone by now, there is no problem."""
     bases: list[Base] = []
     for base_no in base_numbers:
         try:
@@ -198,7 +198,7 @@ def _check_generation(
         done += 1
         told(done, total)
     for at, base in enumerate(bases):
-        # The piece of the next base may lie behind a hole, which is why there is that base.
+        # The piece of the next base may lie behind a hole: a hole is a reason to make a base.
         until = bases[at + 1].number - 1 if at + 1 < len(bases) else last
         until = next((no for no in range(until, base.number, -1) if no in pieces and pieces[no].is_moment), base.number)
         gap = _gap(base, (pieces[no] for no in range(base.first_piece, until + 1) if no in pieces))
@@ -208,7 +208,7 @@ def _check_generation(
 
 
 def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
-    """Return the first piece behind which a log cannot be put together from this base, None if there is none."""
+    """Return the first piece that does not go on where a log of this base ends by then; None if there is none."""
     ends = {start.shard: start.position for start in base.logs}
     for piece in pieces:
         for part in piece.parts:
@@ -220,10 +220,10 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
 
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
-    """Remove what only moments before `before_ms` need. The last moment always stays, and what restored services still
-    read: everything from the oldest base on that has a loan. What is damaged holds back what cannot be judged without
-    it. Backups and other prunings may run beside it. Raise OSError: the next one goes on. `told` hears how many of how
-    many objects looked at are gone.
+    """Remove objects that only moments before `before_ms` need. The last moment always stays. So does everything from
+    the oldest base on that has a loan, because restored services still read it. A damaged object keeps all that cannot
+    be judged without it. Backups and other prunings may run meanwhile. Raise OSError: the next pruning goes on. `told`
+    hears how many objects of how many are removed.
     """
     removed: Counter[str] = Counter()
     return _beside_prunings(lambda: _prune(archive, before_ms, removed, told), lambda pruned: pruned.damaged)
@@ -247,7 +247,7 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
         except ArchiveDamagedError as damage:
             damaged.append(f"{damage}; remove it: some files that it names then stay as long as their generation")
             continue
-        # Generations behind the newest moment have no base yet. Nobody knows when one ended whose end is damaged.
+        # Generations behind `newest` have no base yet. If the end of one is damaged, nobody knows when it ended.
         has_ended = not found.numbers or (found.last is not None and found.last.taken_ms < before_ms)
         is_over = generation < newest and has_ended
         going, lent = _superfluous(archive, found, before_ms, is_over)
@@ -256,11 +256,11 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
             number = max((removal.number for removal in left), default=0) + 1
             try:
                 while not archive.store.create(removal_name(generation, number), encode(Removal(number, names))):
-                    number += 1  # another pruning has taken it
+                    number += 1  # another pruning has taken this one
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                number = 0  # no room for the note: what goes makes some. If this is killed, some of it stays
+                number = 0  # no room for the note; removing makes some. If this is killed, some objects stay
             left.append(Removal(number, names))
         total += sum(len(removal.names) for removal in left) + is_over
         for removal in left:
@@ -270,8 +270,8 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
             archive.store.delete(generation_name(generation))
             gone("generations")
     for number in set(range(1, newest)).difference(found.generation.number for found in every):
-        # An archiver that stood still while its generation was pruned may have put more of a base since. Where a base
-        # has its piece nothing was pruned: the generation's object is lost.
+        # An archiver that stood still while its generation was pruned may have put more files of a base since. But if
+        # a base still has its piece, nothing was pruned: the generation's object is lost.
         if archive.has_generation(number) or any(archive.has_piece(number, base) for base in archive.bases(number)):
             continue
         kinds = (base_name(number, 0)[:-12], file_name(number, ""))
@@ -284,9 +284,9 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
 
 
 def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callable[[str], None]) -> list[str]:
-    """Remove what a removal names, and tell `gone` of each. Return the loans because of which some of it stays."""
+    """Remove the objects of a removal, and call `gone` for each. Return the loans that keep some of them."""
     bases = [name for name in removal.names if _base_of(name)]
-    # Bases first: no restore may begin with what is about to go. One that has begun needs the rest.
+    # Bases first, so that no restore begins with them any more. One that has begun needs the rest.
     for names in (bases, [name for name in removal.names if not _base_of(name)]):
         if lent := _loans_of(archive, generation, removal):
             return lent
@@ -298,13 +298,11 @@ def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callab
 
 
 def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool) -> tuple[list[str], list[str]]:
-    """Return (the names of a generation's objects that no moment needs which stays, and no loan; the loans because of
-    which others stay).
-    """
+    """Return (names of a generation's objects that no remaining moment and no loan needs; loans that keep others)."""
     generation, numbers, bases = found.generation.number, found.numbers, found.bases
     loans = archive.loans(generation)
     early = [base.number for base in bases if base.taken_ms <= before_ms]
-    # Bases below this number go. It is that of one that can be read: what the others need nobody knows.
+    # Bases below this number are removed. The base of this number can be read: nobody knows what others need.
     bound = numbers[-1] + 1 if is_over and numbers else max(early, default=0)
     lent = [number for number in numbers if number < bound and number in loans]
     if lent:
@@ -315,10 +313,10 @@ def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool)
     # The first base may have come later than the first piece.
     first = 1 if not bases or archive.has_piece(generation, 1) else bases[0].first_piece
     while first > 1 and numbers[0] < bases[0].number and archive.has_piece(generation, first - 1):
-        first -= 1  # of a base that cannot be read
+        first -= 1  # the pieces of a base that cannot be read
     last = found.last_no
     if found.last is None or found.last.taken_over_by:
-        last -= 1  # however late its archiver goes on, it meets the end
+        last -= 1  # the last piece stays, so that a late archiver meets it
     pieces = range(first, kept[0].first_piece if kept else last + 1)
     kept_names = {ref.name for base in kept for ref in base.files}
     names = sorted({ref.name for base in bases for ref in base.files} - kept_names)
@@ -336,6 +334,6 @@ def _base_of(name: str) -> int:
 
 
 def _loans_of(archive: Archive, generation: int, removal: Removal) -> list[str]:
-    """Return the loans of bases that are to go, or of older ones, which need what is newer, too."""
+    """Return the loans of bases that are to be removed, and of older bases, which need newer objects, too."""
     newest = max(map(_base_of, removal.names), default=0)
     return [loan for base, loan in archive.loans(generation).items() if base <= newest]

@@ -13,15 +13,15 @@ from topics.core.clock import Clock, doubled_ms
 from topics.storage.archive_objects import ArchiveDamagedError, LogEnd, Piece, decode
 
 WAIT_MS: Final = 200
-"""The time that the leader waits for news. While there is none, what is shown is at most that old."""
+"""The time that the leader waits for news before it answers. Without news the state shown is at most that old."""
 TIMEOUT_S: Final = 1.5
-"""For each read of an answer: a leader that stands still holds up a takeover for so long."""
+"""Time-out of each read of an answer. A leader that stands still holds up a takeover for as long."""
 RETRY_MS: Final = (500, 10_000)
 PATH: Final = "/v0/archive/tail"
 
 
 class LeaderAwayError(Exception):
-    """The leader tells nothing now; the message says why. The archive has it later."""
+    """The leader tells nothing now; the message says why. The archive has everything later."""
 
 
 class LeaderTail:
@@ -49,7 +49,7 @@ class LeaderTail:
             found = self._ask(msgspec.json.encode({"ends": ends, "wait_ms": WAIT_MS}))
         except (OSError, http.client.HTTPException, ArchiveDamagedError) as error:
             self.give_up()
-            # It is left alone for a while, which doubles each time.
+            # The next try comes after a pause, which doubles with each failure.
             self._not_before_ms = self._clock.monotonic_ms() + doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             raise LeaderAwayError(f"{self._url}: {error or type(error).__name__}") from error

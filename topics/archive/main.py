@@ -1,7 +1,7 @@
 """The archiver process: ships everything that the shards commit until it is told to stop.
 
-It writes nothing but the archive, and nobody waits for it. While it is dead, or cannot reach the archive, the shards
-keep their logs. A thread ships, since a request to a bucket may hang; the process's own thread stays responsive.
+It writes nothing but the archive. Only `archived` writes wait for it. While it is dead, or cannot reach the
+archive, the shards keep their logs. A thread ships, since a request to a bucket may hang; the main thread responds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
 
 STOP: Final = (signal.SIGTERM,)
-"""It is waited for: a handler that sets an event can stand still if it came between two waits for that event."""
+"""The process waits for this signal. A handler that sets an Event could hang: the code it interrupts may lock that."""
 LAST_SHIP_S: Final = 2.0
-"""The time for the last moment when the service stops. A bucket that hangs must not hold up the stop."""
+"""Time in which a stop lets the last moment be shipped. A bucket that hangs must not hold up the stop."""
 REQUEST_MS: Final = 30_000
 """Time-out of a request to the bucket."""
 NICENESS: Final = 5
@@ -70,17 +70,17 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
 def stand_by(
     cell: ProcessCell, clock: Clock, work: Work, helpers: Executor, last_s: float = 0, code: Code = lambda: None
 ) -> int:
-    """Have a thread do the work of this process until SIGTERM, and then for `last_s`. Return the exit code of the
-    process: 1 if the thread has died without a `code`.
+    """Run `work` in a thread until SIGTERM, and then let it end within `last_s`. Return the exit code of the process:
+    that of `code` once it has one, 1 if the thread has died without one, else 0.
     """
     stop = threading.Event()
     worker = threading.Thread(target=work, args=(stop,), name="archive-work", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
-    # A process that was stopped for longer than that gets a signal of any number from CPython, which nobody sent.
+    # After a suspension that is longer than the time-out, CPython returns a signal number that nobody sent.
     while (found := signal.sigtimedwait(STOP, HEARTBEAT_MS / 1000)) is None or found.si_signo not in STOP:
         cell.set("heartbeat_ms", clock.now_ms())
-        has_ended = not worker.is_alive()  # first: it ends with its exit code
+        has_ended = not worker.is_alive()  # looked at first: the thread sets its code before it ends
         if (exit_code := code()) is not None:
             return exit_code
         if has_ended:

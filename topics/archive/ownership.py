@@ -1,7 +1,7 @@
-"""One service ships into an archive, until another one takes over from it: the rules, and what is wrong otherwise.
+"""The rules by which one service ships into an archive, until another one takes over; and why a service may not ship.
 
-Who takes over closes a generation: nothing that its archiver ships later can be there. Another service closes the last
-one, and a service that begins the next one closes the one before.
+A generation is closed by a last piece, behind which its archiver can ship nothing. A service that takes over from
+another one closes the newest generation. A service that begins the next generation closes the one before.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class OtherShipperError(Exception):
 
 
 class TakenOverError(OtherShipperError):
-    """Another service took over from this one: nothing of it gets into the archive any more."""
+    """Another service took over from this one, which can ship nothing into the archive any more."""
 
 
 def taken_over(archive: Archive, by: str) -> TakenOverError:
-    """Return the error of a service that `by` took over from."""
+    """Return the error for the service from which `by` took over."""
     return TakenOverError(
         f"{archive.store.place('')}: {by} took over from this service. Stop it and use the other one; or give it an"
         " archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
@@ -35,8 +35,8 @@ def taken_over(archive: Archive, by: str) -> TakenOverError:
 
 
 def require_own(archive: Archive, newest: Generation, last: Piece | None, service_id: str) -> None:
-    """Raise OtherShipperError unless this service may ship behind the newest generation, whose `last` piece that is.
-    Raise ArchiveDamagedError, OSError.
+    """Raise OtherShipperError unless this service may ship into the newest generation, or begin the next one. `last` is
+    the last piece of the newest one. Raise ArchiveDamagedError, OSError.
     """
     closed_by, heir_id = ("", "") if last is None else (last.taken_over_by, last.taken_over_id)
     if heir_id == service_id or (newest.service_id == service_id and not closed_by):
@@ -44,7 +44,7 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
     former = (archive.generation(number).service_id for number in archive.generations()[:-1])
     if service_id in (newest.service_id, *newest.former_ids) or service_id in former:
         raise taken_over(archive, closed_by or f"service {newest.service_id}")
-    # Also into a closed archive: it may be the service that was restored from there, which nobody has taken over from.
+    # Also if the archive is closed: this may be the service that was restored from it, and nobody took over from that.
     raise OtherShipperError(
         f"{archive.store.place('')} has the archive of service {newest.service_id}, this is service {service_id}: give"
         " each service a place of its own (a restored directory is a service of its own)"
@@ -52,7 +52,7 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
 
 
 def require_there(archive: Archive, numbers: Sequence[int], fs: FileSystem, data_dir: str) -> None:
-    """Raise OSError if nothing (`numbers` of generations) is where the service has shipped: its disk may be away."""
+    """Raise OSError if the archive has no generations (`numbers`) though this service has shipped there: disk away?"""
     place = archive.store.place("")
     if not numbers and archive_place(fs, data_dir) == place:
         way_out = f"mount its disk, or, if that is lost for good, remove {note_path(data_dir, ARCHIVE_NAME)}"
@@ -60,8 +60,8 @@ def require_there(archive: Archive, numbers: Sequence[int], fs: FileSystem, data
 
 
 def newest_generation(archive: Archive, numbers: Sequence[int], service_id: str) -> Generation | None:
-    """Return the newest one of these generations, but for those without a piece that others began: after a takeover
-    nobody ships there. Raise ArchiveDamagedError, OSError.
+    """Return the newest of these generations. Skip those of other services that have no base and no piece: after a
+    takeover nobody ships there. Raise ArchiveDamagedError, OSError.
     """
     found = None
     for number in reversed(numbers):
@@ -72,8 +72,8 @@ def newest_generation(archive: Archive, numbers: Sequence[int], service_id: str)
 
 
 def shipping_problem(archive: Archive, service_id: str | None) -> str | None:
-    """Return why the service with this id, None for one that has not begun, cannot ship; None if it can. Raise
-    ArchiveDamagedError, OSError.
+    """Return why the service with this id cannot ship; None if it can. A service that has not begun has the id None.
+    Raise ArchiveDamagedError, OSError.
     """
     newest = newest_generation(archive, archive.generations(), service_id or "(new)")
     if newest is None:
@@ -93,7 +93,7 @@ def followed_generation(archive: Archive) -> int:
 
 
 def following_problem(archive: Archive, shards: int) -> str | None:
-    """Return why a service with so many shards cannot follow; None if it can. Raise ArchiveDamagedError, OSError."""
+    """Return why a service with `shards` cannot follow; None if it can. Raise ArchiveDamagedError, OSError."""
     if not (number := followed_generation(archive)):
         place = archive.store.place("")
         return f"{place} has no base yet: start the service that is to be followed with TOPICS_ARCHIVE_URL set to it"
@@ -102,12 +102,12 @@ def following_problem(archive: Archive, shards: int) -> str | None:
 
 
 def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: str = "", known: int = 0) -> Piece:
-    """Close a generation with a piece that says who took over: `by`, for people; `by_id` is the id of the service that
-    goes on in this archive. The service that ships into the generation finds the name of its next piece taken. What it
-    has shipped before stays. `known` is a piece that is there: lists may be old. Return the piece that closes it, which
-    may be another one's.
+    """Close a generation with a piece that says who took over: `by` is a name for people, `by_id` the id of the service
+    that goes on in this archive. The service that ships into the generation then finds the name of its next piece
+    taken. What it has shipped before stays. `known` is the number of a piece that is there, since a list may be old.
+    Return the closing piece, which may be another service's.
 
-    Generations that are begun meanwhile have to be looked for after that (`Archive.has_generation`).
+    Look for generations that were begun meanwhile after that (`Archive.has_generation`).
     Raise ArchiveDamagedError, OSError.
     """
     while True:
@@ -131,14 +131,14 @@ def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: s
 
 
 def close_former(archive: Archive, generation: int, clock: Clock, service_id: str) -> None:
-    """Close a generation, 0 for none, behind which this service has begun the next one: another archiver of the same
-    directory, a backup say, can ship nothing there any more. Raise TakenOverError if another service has closed it
-    first, OtherShipperError if it is pruned, and OSError, ArchiveDamagedError. A service that takes over looks for the
-    next generation after it has closed this one. So it finds that, or is found here.
+    """Close a generation (0: none) behind which this service has begun the next one. Then another archiver of the same
+    directory, such as a backup, can ship nothing there any more. Raise TakenOverError if another service has closed it
+    first, OtherShipperError if it is pruned, and OSError, ArchiveDamagedError. A service that takes over closes this
+    generation before it looks for the next one. So it finds the next one, or this call finds its closing piece.
     """
     if not generation:
         return
-    if not archive.has_generation(generation):  # which leaves a generation that is the newest, or behind it
+    if not archive.has_generation(generation):  # pruned: then a later one has a base
         raise OtherShipperError(f"{archive.store.place('')}: somebody else has begun a later generation meanwhile")
     closing = take_over(archive, generation, clock, f"service {service_id}", service_id)
     if closing.taken_over_id != service_id:
@@ -146,11 +146,11 @@ def close_former(archive: Archive, generation: int, clock: Clock, service_id: st
 
 
 def close_archive(archive: Archive, clock: Clock, by: str) -> None:
-    """Close an archive in which nobody is to go on. `by` may do so again. Raise TakenOverError if another one has taken
-    over, ArchiveDamagedError, OSError.
+    """Close an archive in which no service is to go on. The same `by` may repeat it. Raise TakenOverError if another
+    one has taken over, ArchiveDamagedError, OSError.
     """
     generation = max(archive.generations(), default=0)
-    # Who began a generation in which nothing is yet has perhaps not closed the one before, or has found it closed.
+    # A service that began a generation and put nothing there may not have closed the one before, or found it closed.
     while archive.has_generation(generation - 1) and not (
         archive.bases(generation) or archive.has_piece(generation, 1)
     ):
@@ -167,6 +167,6 @@ def close_archive(archive: Archive, clock: Clock, by: str) -> None:
 
 
 def _goes_on(archive: Archive, generation: int, own_id: str) -> bool:
-    """Return whether the service of this id began a generation behind this one."""
+    """Return whether the service with this id began a later generation."""
     numbers = takewhile(archive.has_generation, count(generation + 1))
     return any(archive.generation(number).service_id == own_id for number in numbers)

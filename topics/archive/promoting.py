@@ -1,7 +1,7 @@
-"""Leading or following: what a service is, by its setting `follow` and the note of its directory, and its promotion.
+"""The role of a service: whether it leads or follows, by its setting `follow` and its directory's note; and promotion.
 
-A follower is promoted in two steps. While it runs it closes the leader's history and takes all of it (`promote`). Then
-all its processes end, the directory becomes one of its own, and they start again. Each step can be repeated.
+A follower is promoted in two steps. While it runs it closes the leader's history and copies all of it (`promote`). Then
+all its processes end, `finish_promotion` lets the directory lead, and they start again. Each step can be repeated.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def role_problem(fs: FileSystem, settings: Settings) -> str | None:
 
 
 def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
-    """Return the settings with which to start: a service that was promoted does not follow, and ships into the archive
-    that it followed unless it has one. It gets another id, and its topics other epochs. Raise OSError, also if there is
-    a `role_problem`.
+    """Return the settings with which to start. A promoted service does not follow. It ships into its own archive, or
+    without one into the archive that it followed, and gets another id; its topics get other epochs. Raise OSError, also
+    for a `role_problem`.
     """
     if problem := role_problem(fs, settings):
         raise OSError(errno.EINVAL, problem)
     note = read_note(fs, settings.data_dir)
     if note is not None and note.leads:
-        if service_id.known_id(fs, settings.data_dir) != note.promoted_id:  # frontends need the epochs as they start
+        if service_id.known_id(fs, settings.data_dir) != note.promoted_id:  # before frontends read the epochs
             service_id.make_restored(fs, settings.data_dir, clock.now_ms(), note.promoted_id)
         url = settings.archive_url or note.url
         return msgspec.structs.replace(settings, follow=None, archive_url=url)
@@ -57,11 +57,11 @@ def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
 
 
 def promote(replica: Replica, clock: Clock, by: str) -> None:
-    """Have a follower take over from its leader: close its history, take all that it has shipped, keep what it has
-    told, and note that this service leads from now on. `by` tells people who it is.
+    """Have a follower take over from its leader: close the leader's history, copy all that it has shipped, keep what it
+    has told, and note that this service leads from now on. `by` is the follower's name for people.
 
-    Raise BeginAnewError if another service has taken over already, or the directory cannot go on to the end; OSError,
-    ArchiveDamagedError: repeat it.
+    Raise BeginAnewError if another service has taken over already, or the directory cannot get to the end of the
+    history. After OSError and ArchiveDamagedError, call it again.
     """
     if not replica.note.fence_id:
         replica.keep_note(fence_id=secrets.token_hex(8))
@@ -86,19 +86,19 @@ def _close(replica: Replica, generation: int, known: int, clock: Clock, by: str)
         return
     if closing.taken_over_id != archive.generation(generation).service_id:
         raise _given_up(replica, "another service has taken over already")
-    # The service that shipped there has begun the next one, which is to be closed, too.
+    # The leader has closed this generation, because it began the next one. `_close_later` closes that one, too.
     if not archive.has_generation(generation + 1):
         raise _given_up(replica, f"generation {generation + 1} of the archive is pruned: it goes on elsewhere")
 
 
 def _given_up(replica: Replica, reason: str) -> BeginAnewError:
-    """Have the directory only follow again: the promotion is given up."""
+    """Give up the promotion, so that the directory only follows again. Return the error to raise."""
     replica.note = msgspec.structs.replace(replica.note, fence_id="")
     return BeginAnewError(reason)
 
 
 def _close_later(replica: Replica, clock: Clock, by: str) -> None:
-    """Close generations that the leader began meanwhile, because its directory went back, say."""
+    """Close generations that the leader has begun meanwhile, for example because its directory went back."""
     archive, generation = replica.archive, replica.note.generation
     while archive.has_generation(generation + 1):
         generation += 1
@@ -109,10 +109,10 @@ def _close_later(replica: Replica, clock: Clock, by: str) -> None:
 
 
 def _has_base_behind_hole(replica: Replica) -> bool:
-    """Return whether a closed generation goes on behind the hole. If not, the moment before it is the last one."""
+    """Return whether the closed generation has a base or a moment behind the hole. If not, it ends before the hole."""
     archive, generation, first = replica.archive, replica.note.generation, replica.laid_piece + 1
     closing = archive.last_piece(generation, replica.laid_piece)
-    # A base that is put after this look is given up by its archiver.
+    # An archiver that puts a base after this look finds the generation closed, and gives the base up.
     return _has_base(archive, generation, range(first, closing)) or any(
         archive.piece(generation, number)[0].is_moment for number in range(first, closing)
     )
@@ -128,8 +128,8 @@ def is_promotion_due(fs: FileSystem, data_dir: str) -> bool:
 
 
 def finish_promotion(fs: FileSystem, data_dir: str, clock: Clock) -> int:
-    """Make the logs of a directory that followed its own: its topics have a gap behind their last records. Return how
-    many topics there are. Raise OSError, FoldError, RefusedLog.
+    """Let a follower's directory lead: cut its logs at the last moment, and add a gap behind each topic's last record.
+    Return the number of topics. Raise OSError, FoldError, RefusedLog.
     """
     note = read_note(fs, data_dir)
     assert note is not None, "the caller has seen it"

@@ -47,7 +47,7 @@ _COPIED: Final = (layout.WAL_NAME, layout.TOPICS_NAME, layout.TXN_NAME)
 
 
 class BeginAnewError(Exception):
-    """The directory cannot go on from where it is: the archive has another history, or a hole; the message says it."""
+    """The directory cannot go on from where it is: the archive has another history or a hole. The message says it."""
 
 
 class OtherShardsError(Exception):
@@ -70,11 +70,11 @@ class Replica:
         self.homecoming = Homecoming(archive, fs, data_dir, self._copy, clock)
         self.note = FollowNote("")
         self.laid_ends: list[LogEnd] = []
-        """The ends of what is laid out, by shard, which may be behind the moment. The leader can go on from there."""
+        """Ends of the bytes that are laid out, by shard, perhaps behind the moment. The leader goes on from there."""
         self._moment: list[LogEnd] = []
         """The ends of the last moment. The note may have an earlier one."""
         self._told: set[int] = set()
-        """The shards whose end was told by the leader; the archive has not got there."""
+        """The shards whose last bytes the leader has told, and the archive does not have yet."""
         self._txn: dict[str, int] = {}
         """Digests of the files of transactions, by path."""
         self.laid_piece = 0
@@ -82,7 +82,7 @@ class Replica:
         self._archived_moment: list[LogEnd] = []
         """The ends of the logs in the last piece that ended a moment."""
         self.has_hole = False
-        """True if what comes next in the archive cannot be laid out here: the next base is behind it."""
+        """True if the next piece of the archive does not go on here. The next base is behind this hole."""
         self.is_over = False
         """True if the generation is closed, and all of it is here."""
         self._seen = self._seen_behind = 0
@@ -92,10 +92,10 @@ class Replica:
         self._starts: list[LogStart] = []
         """Places in the logs where the base's snapshot ends."""
         self.looked_ms = 0
-        """Wall time of the last look that left nothing of the archive behind, 0 for none."""
+        """Wall time of the last look after which nothing new was left to take, 0 for none."""
 
     def begin(self, note: FollowNote) -> bool:
-        """Go on where the directory is, or copy the newest base and the first moment behind it: then True."""
+        """Go on where the directory's note says. If it has no piece, copy the newest base and return True."""
         self.note = note
         self.has_hole = self.is_over = False
         self._seen = self._seen_behind = 0
@@ -123,8 +123,8 @@ class Replica:
     # -- moments
 
     def step(self) -> bool:
-        """Take the pieces that are new in the archive, up to the last moment. True if the archive has grown: its leader
-        lives, even if what is new can only be had from the next base on.
+        """Lay out the new pieces of the archive. True if the archive has grown, which is a sign of the leader's life
+        even if only the next base can bring what is new.
         """
         looked_ms, generation = self._clock.now_ms(), self.note.generation
         last = self.archive.last_piece(generation, self.laid_piece)
@@ -146,8 +146,8 @@ class Replica:
         return has_grown
 
     def take_tail(self, piece: Piece, payload: memoryview, asked_ms: int) -> bool:
-        """Lay out what the leader itself has told. False if a file of a transaction has changed meanwhile: what comes
-        then has to come with the archive.
+        """Lay out what the leader itself has told. False, without an effect, if a file of a transaction has changed:
+        only the archive brings these files.
         """
         if {file.path: file.digest for file in piece.txn} != self._txn:
             return False
@@ -161,13 +161,13 @@ class Replica:
         return True
 
     def newest_piece(self) -> Piece | None:
-        """Return the last piece of the archive, None if it is known. Another thread may ask."""
+        """Return the last piece of the archive, None if it is laid out already. Another thread may call this."""
         generation, known = self.note.generation, self.laid_piece
         last = self.archive.last_piece(generation, known)
         return None if last == known else self.archive.piece(generation, last)[0]
 
     def skip_to(self, piece: Piece) -> bool:
-        """Go on behind a piece of the archive. False if the leader has not told all of it, or perhaps other bytes."""
+        """Go on behind a piece without laying it out. False if the leader has not told all of it, or other bytes."""
         ahead = (end for end in piece.ends if end.position > self._moment[end.shard].position or not self._has_end(end))
         if not piece.is_moment or any(ahead):
             return False
@@ -186,13 +186,13 @@ class Replica:
             self._prove(piece, payload)
         self._copy_parts(piece, payload)
         self._settle_told(piece)
-        # Moments before that of the base are none here: what else they need may be pruned.
+        # Moments before the base's are none here: the files of transactions that they need may be pruned.
         if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
             self._end_moment(piece, payload)
-        self.laid_piece = piece.number  # last: until then it can be taken again
+        self.laid_piece = piece.number  # last: until then it can be laid out again
 
     def _end_moment(self, piece: Piece, payload: memoryview) -> None:
-        """Have the directory be that of a moment, all bytes of which are laid out."""
+        """Bring the directory to a moment, all bytes of which are laid out."""
         if not self._is_behind(piece):
             self._go_to(piece.ends)
             self._take_txn(piece, payload)
@@ -211,7 +211,7 @@ class Replica:
                 self.laid_ends[end.shard] = end
 
     def _settle_told(self, piece: Piece) -> None:
-        """See whether the archive has got to what the leader has told."""
+        """Note which logs the archive has up to where the leader told them. Raise BeginAnewError for other bytes."""
         for end in piece.ends:
             if self.laid_ends[end.shard].position == end.position:
                 if end.shard in self._told and self.laid_ends[end.shard].last_bytes != end.last_bytes:
@@ -220,8 +220,8 @@ class Replica:
                 self._told.discard(end.shard)
 
     def _prove(self, piece: Piece, payload: memoryview) -> None:
-        """Compare what the leader has told with the archive, as far as that has got: it may have other bytes there, and
-        never get to the end of what was told.
+        """Compare a piece with what the leader has told, even if the archive has not got to its end: it may have other
+        bytes, and never get there. Raise BeginAnewError if they differ.
         """
         for part, content in split_payload(piece, payload):
             shard, at = part.shard, WalPosition(part.file_no, part.offset)
@@ -243,7 +243,7 @@ class Replica:
         )
 
     def _is_behind(self, piece: Piece) -> bool:
-        """True for a moment before the one that is here, or before the place where a base begins."""
+        """True for a moment before the one that is here, or before the start of the base's logs."""
         is_later = any(end.position > piece.ends[end.shard].position for end in self._moment)
         is_mixed = any(end.position < piece.ends[end.shard].position for end in self._moment)
         if is_later and is_mixed and self._told:
@@ -251,14 +251,14 @@ class Replica:
         return is_later
 
     def _go_to(self, ends: list[LogEnd]) -> None:
-        """Have the logs be those of a moment that is laid out."""
+        """Let the logs end at a moment that is laid out."""
         for former, end in zip(self._moment, ends, strict=True):
             if former.position != end.position:
                 self._copy.forget_segments(end.shard, former.position, end.position)
         self._moment = ends
 
     def _take_txn(self, piece: Piece, payload: memoryview) -> None:
-        """Have the files of transactions be those of a moment."""
+        """Bring the files of transactions to a moment."""
         for file in piece.txn:
             if self._txn.get(file.path) != file.digest:
                 has = payload
@@ -285,20 +285,20 @@ class Replica:
             write_note(self._fs, self._data_dir, self.note)
 
     def sync(self) -> None:
-        """Have the moment that is here on the disk, and in the note that is written next."""
+        """Sync the logs of the moment that is here, and put it into the note that is written next."""
         for former, end in zip(self.note.ends, self._moment, strict=True):
             if former.position != end.position:
                 self._copy.sync_log(end.shard, former.position, end.position)
         self.note = msgspec.structs.replace(self.note, ends=self._moment, told=sorted(self._told))
 
     def keep_note(self, **changes: str | int) -> None:
-        """Write the note with these changes, which count only then: what could not be written is done again."""
+        """Write the note with these changes. They count only once they are written, so a failed step is repeated."""
         note = msgspec.structs.replace(self.note, **changes)
         write_note(self._fs, self._data_dir, note)
         self.note = note
 
     def require_archive(self) -> None:
-        """Raise OSError if nothing of an archive is where the leader had one: what is missing there is not pruned."""
+        """Raise OSError if the leader's archive is gone as a whole: then what is missing there was not pruned."""
         if not self.archive.generations():
             reason = "has no archive now, and this service follows it: mount its disk or restore it"
             raise FileNotFoundError(errno.ENOENT, reason, self.archive.store.place(""))
@@ -322,7 +322,7 @@ class Replica:
     # -- bases
 
     def _copy_base(self) -> None:
-        """Copy the newest base into an empty directory, and the moment that it is named by."""
+        """Copy the newest base, and the moment by which it is named, in place of what an earlier try has copied."""
         generation = self.archive.generation(self._newest_generation())
         if generation.shards != self._shards:
             raise OtherShardsError(
@@ -331,7 +331,7 @@ class Replica:
             )
         number = self.archive.bases(generation.number)[-1]
         base, snapshot = self.archive.base(generation.number, number)
-        for name in _COPIED:  # of a try before
+        for name in _COPIED:  # left by an earlier try
             shutil.rmtree(os.path.join(self._data_dir, name), ignore_errors=True)
         for old in layout.list_snapshots(self._fs, self._data_dir):
             self._fs.unlink(layout.snapshot_path(self._data_dir, old))
@@ -379,7 +379,7 @@ class Replica:
                 raise BeginAnewError(f"pieces between {self.laid_piece} and base {number} are not in the archive")
             if number != self.laid_piece:
                 return False
-            self._end_moment(*self.archive.piece(newest, number))  # by its base alone
+            self._end_moment(*self.archive.piece(newest, number))  # its base makes it a moment
         if number <= self.note.base:
             return False
         if not self._files:  # this process has just begun
@@ -389,7 +389,7 @@ class Replica:
         self._update_files(base)
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot), self.homecoming.missing)
-        self.homecoming.keep_only(_names(base))  # last: the snapshot before needs the others
+        self.homecoming.keep_only(_names(base))  # last: the former snapshot needs the others
         self.keep_note(base=number)
         self._note_base(base)
         return True
@@ -399,7 +399,7 @@ class Replica:
         self._starts = base.logs
 
     def _update_files(self, base: Base) -> None:
-        """Fetch segments that are new, or have grown, and deletions of the others; not what is to come later."""
+        """Fetch segments that are new or have grown, and deletions of the others, without data that come later."""
         missing = self.homecoming.missing
         fetched: list[FileRef] = []
         for _, group in groupby(base.files, lambda ref: os.path.splitext(ref.path)[0]):
@@ -413,7 +413,7 @@ class Replica:
             self._copy.replace(ref.path, content)
 
     def _mark(self, ref: FileRef) -> None:
-        """Mark deletions in a segment."""
+        """Take over the deletions that a newer index of a segment has."""
         idx = self._copy.merged(ref.path, self.archive.file(ref))
         data_path = ref.path.removesuffix(".idx") + ".data"
         if data_path not in self.homecoming.missing:

@@ -4,8 +4,8 @@ The restored directory is a service of its own: it has a new id and new epochs. 
 record (reason `restored`), because the service may have given out seqs after the moment. The directory is made under
 another name and gets its own once it is whole and on the disk.
 
-Data of sealed segments may stay in the archive, for the service to read them there and to fetch them by and by
-(`storage/borrowed.py`). The archive keeps them as long: a loan is created before anything is fetched.
+Data of sealed segments may stay in the archive: the service reads them there, and fetches them by and by
+(`storage/borrowed.py`). The archive keeps them until then, because a loan is created before anything is fetched.
 """
 
 from __future__ import annotations
@@ -114,20 +114,20 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
 
 
 def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int) -> int:
-    """Return the last piece up to `last` that is early enough, as piece `low` is."""
+    """Return the last piece of `low`..`last` that was taken at or before `ts_ms`, as piece `low` was."""
     return low + bisect_right(range(low + 1, last + 1), ts_ms, key=lambda at: archive.piece(generation, at)[0].taken_ms)
 
 
 def _moment(archive: Archive, generation: int, base_no: int, numbers: Iterable[int]) -> Piece | None:
-    """Return the first of these pieces that is a moment, None without one."""
+    """Return the first of these pieces that is a moment, as the base's own always is; None without one."""
     pieces = (archive.piece(generation, number)[0] for number in numbers)
     return next((piece for piece in pieces if piece.is_moment or piece.number == base_no), None)
 
 
 def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) -> Plan:
-    """Find the first moment with a record, in whichever generation. A directory that went back may have given its seq
-    to another record (decision 23): the two are told apart by their times. One that is damaged is passed over where
-    another one has the record. Raise NotThereError, ArchiveDamagedError.
+    """Find the first moment with a record, in any generation. A directory that went back may have given its seq to
+    another record (decision 23); times tell the two apart. A damaged generation is skipped if another one has the
+    record. Raise NotThereError, also if there are two such records, and ArchiveDamagedError.
     """
     ways: list[tuple[Plan, int | None]] = []
     damaged: dict[int, ArchiveDamagedError] = {}
@@ -156,7 +156,7 @@ def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) 
 
 
 def _first_with(archive: Archive, number: int, topic: str, seq: int) -> tuple[Plan, int | None] | None:
-    """Return the way to the first moment of a generation with a record, and the record's time, None if it is gone."""
+    """Return (the way to a generation's first moment with a record, its time or None if it is gone); or None."""
     bases, found = archive.bases(number), None
     last = archive.last_piece(number, bases[-1]) if bases else 0
     for base_no in reversed(bases):
@@ -175,8 +175,8 @@ def _first_with(archive: Archive, number: int, topic: str, seq: int) -> tuple[Pl
 def _piece_with(
     archive: Archive, generation: int, base: Base, snapshot: bytes, topic: str, seq: int, last: int
 ) -> tuple[int, int | None]:
-    """Return (the first piece, from the base's on, that has the record, one behind `last` if none up to there has; its
-    time). The base may have it by its snapshot.
+    """Return (number of the first piece that has the record, `last` + 1 if none has; the record's time). If the base's
+    snapshot has the record, the number is the base's.
     """
     topics = [found for part in (decode_parts(snapshot) if snapshot else ()) for found in part.decoded().topics]
     named = {found.id for found in topics if found.name == topic}
@@ -191,7 +191,7 @@ def _piece_with(
             end = ends[part.shard]
             behind = joined(end, part)
             if behind is None:
-                return last + 1, None  # a hole: what comes next can be had from the next base
+                return last + 1, None  # a hole: only the next base has what comes next
             ends[part.shard] = behind
             before = left.get(part.shard, b"") if behind.file_no == end.file_no else b""
             content = before + bytes(new_bytes(end, part, found_bytes))
@@ -208,7 +208,7 @@ def _piece_with(
 
 
 def _ts_in_segments(archive: Archive, base: Base, topic: FoldedTopic, seq: int) -> int | None:
-    """Return the time of a record that a base has in a segment, None if it is gone, or was lost."""
+    """Return the time of a record that a base has in a segment; None if the record is gone, or was lost."""
     for info in topic.segments:
         path = layout.segment_idx_path(layout.topic_dir("", topic.id), info.first_seq, info.version)
         refs = [ref for ref in base.files if ref.path == path]
@@ -220,7 +220,7 @@ def _ts_in_segments(archive: Archive, base: Base, topic: FoldedTopic, seq: int) 
 
 @contextmanager
 def reserved(data_dir: str) -> Iterator[None]:
-    """Keep other restores from making a directory inside the block. Raise OSError if it cannot be made."""
+    """Keep other restores from making this directory inside the block. Raise OSError if it cannot be made."""
     data_dir = os.path.realpath(data_dir)
     making = f"{data_dir}.restoring"
     _check_free(data_dir)
@@ -231,7 +231,7 @@ def reserved(data_dir: str) -> Iterator[None]:
     except DataDirNotWritable as error:
         raise OSError(errno.EACCES, str(error)) from error
     try:
-        _check_free(data_dir)  # that other one may have ended just now
+        _check_free(data_dir)  # another restore may have ended just now
         yield
     finally:
         if os.path.isdir(making) and os.listdir(making) == [layout.LOCK_NAME]:
@@ -279,7 +279,7 @@ class Restore:
             return self._run(clock)
 
     def _run(self, clock: Clock) -> Restored:
-        left = self._give_up()  # a restore that was killed, or could not reach the archive any more
+        left = self._give_up()  # left by a restore that was killed, or lost the archive
         if left is not None:
             what = "the loan of a restore before cannot be ended, and holds back every pruning: delete it"
             log.warning(what, archive=left.place, loan=left.loan)
@@ -297,8 +297,8 @@ class Restore:
         return Restored(self._plan.moment.taken_ms, topics, self._bytes, len(self._borrowed), borrowed_bytes)
 
     def _give_up(self) -> BorrowedNote | None:
-        """Remove what was made but for the lock, and its loan. If that cannot be ended now, return its note, which
-        stays: the next try ends it.
+        """Remove all that was made but the lock, and end the loan. If the loan cannot be ended now, return its note.
+        The note stays then, and the next try ends it.
         """
         note, kept = None, {layout.LOCK_NAME}
         try:
@@ -341,7 +341,7 @@ class Restore:
             self._fetched(len(content))
 
     def _fetch_pieces(self) -> None:
-        """Lay the logs out again, and the files of transactions."""
+        """Write the logs from the pieces, and the files of transactions."""
         plan, wanted = self._plan, {(file.piece, file.path): file for file in self._plan.moment.txn}
         ends = [start.position for start in plan.base.logs]
         for start in plan.base.logs:

@@ -4,9 +4,9 @@ One shipper at a time ships for a service. It keeps nothing of its own: the last
 is, so it may be killed at any time and another one goes on.
 
 A moment is shipped as one or more pieces with the bytes of all logs since the moment before. A base makes the pieces
-before it superfluous for later moments. The files of a base are read before the moment that it is named by: so its
-indexes have no deletion that this moment's logs lack, and a deletion that they lack is in the logs behind the snapshot.
-Pieces may be shipped while the files are copied (`base_files.py`).
+before it superfluous for later moments. Its files are read before the moment by which it is named. So the base's
+indexes have no deletion that the moment's logs lack. Deletions that the indexes lack are in the logs behind the
+snapshot. Pieces may be shipped while the files are copied (`base_files.py`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PIECE_BYTES: Final = 4 << 20
 """The most bytes of logs in a piece. Files of transactions come on top."""
 BASE_TRIES: Final = 20
 PIECE_ENDS_MAX: Final = 4096
-"""A shipper remembers where so many of its pieces end. Others it reads again."""
+"""Pieces whose ends a shipper remembers. It reads older pieces again."""
 
 log = get_logger()
 
 
 class NoMomentError(Exception):
-    """No moment can be told: a shard recovers, or transactions follow each other too fast. Try again later."""
+    """No moment can be taken now: a shard recovers, or transactions follow each other too fast. Try again later."""
 
 
 class Shipped(NamedTuple):
@@ -83,8 +83,8 @@ class Shipper:
         notes_place: bool = False,
     ) -> None:
         """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory.
-        `leader_url` is where the service answers, for those who follow it. `notes_place`: from now on the service has
-        its archive here, and nobody begins another one for it where nothing is.
+        `leader_url` is where followers reach the service. `notes_place`: note that the service has its archive here, so
+        that it begins no new one here if everything is gone one day.
         """
         self._archive = archive
         self._store = archive.store
@@ -107,18 +107,18 @@ class Shipper:
         self._ends: list[LogEnd] = []
         """The ends of the logs as they were shipped, by shard; none before the first piece."""
         self._piece_ends: dict[int, list[LogEnd]] = {}
-        """The ends of the logs by pieces that this shipper put, those that the last base needs."""
+        """The ends of the logs in pieces that this shipper put, by number, as far as the last base needs them."""
         self._txn: dict[str, TxnFile] = {}
         self._taken_ms = 0
         self._has_part = True
-        """True if no moment is at the end: the last piece is a part of one, or lies behind a hole, or there is none."""
+        """True if the archive does not end with a moment: with a part of one, or a piece behind a hole, or no piece."""
         self._bytes = self._objects = 0
 
     def begin(self) -> None:
-        """Find where the archive ends, and whether it goes on from there. A new generation begins if the directory
+        """Find the end of the archive, and go on there. Begin a new generation if the last one is closed, the directory
         went back, or its logs are others now.
         """
-        numbers = self._archive.generations()  # once: a generation that somebody begins after this look is met below
+        numbers = self._archive.generations()  # once: a generation that begins later makes what follows fail
         fs, data_dir = self._origin.fs, self._origin.data_dir
         require_there(self._archive, numbers, fs, data_dir)
         newest = newest_generation(self._archive, numbers, self._service_id)
@@ -130,7 +130,7 @@ class Shipper:
                 close_former(self._archive, newest.number - 1, self._clock, self._service_id)
             is_open = last is None or not last.taken_over_by
         self.is_own = True
-        logs, _ = self._moment(None)  # after the look at what is shipped: it cannot be before that
+        logs, _ = self._moment(None)  # after the look at the archive, so that it is not older
         if not is_open or not self._goes_on(logs):
             number = max(numbers, default=0) + 1
             self._new_generation(number, logs, _former_ids(newest, self._service_id))
@@ -138,7 +138,7 @@ class Shipper:
         if self._notes_place:
             try:
                 keep_archive_place(fs, data_dir, self._store.place(""))
-            except OSError as error:  # the archive is here all the same
+            except OSError as error:  # shipping does not need the note
                 log.warning("where the archive is cannot be noted, which the next start repeats", reason=str(error))
 
     @property
@@ -158,10 +158,10 @@ class Shipper:
             raise OtherShipperError(f"{self._store.place(name)}: somebody else made this object")
 
     def ship(self, is_sign: bool = False) -> Shipped:
-        """Ship the present moment; without a base only its bytes. A piece that `is_sign` of life is shipped even if it
-        is like the last one.
+        """Ship the present moment, or only its bytes if it would not be `is_based`. With `is_sign` (of life) ship a
+        piece even if nothing is new.
 
-        Raise OriginGoneError if logs were removed before they were shipped, or none was: `begin_base` goes on.
+        Raise OriginGoneError if logs were removed before they were shipped, or none was shipped: then `begin_base`.
         """
         logs, txn = self._moment(self._txn if self.is_based else None)
         if not self._ends:
@@ -169,11 +169,11 @@ class Shipper:
         try:
             return self._ship(logs, txn if self.is_based else None, self._ends, is_sign)
         except OriginGoneError:
-            self._has_part = True  # whatever comes next does not go on here
+            self._has_part = True  # there is a hole before what comes next
             raise
 
     def base(self) -> Shipped:
-        """Ship a snapshot with its segments, and the moment that it is named by."""
+        """Ship a snapshot with its segments, and the moment by which this base is named."""
         for _ in range(BASE_TRIES):
             try:
                 files = self.begin_base()
@@ -187,10 +187,10 @@ class Shipper:
         )
 
     def begin_base(self) -> BaseFiles:
-        """Return the files that the newest snapshot needs, for `copy`, perhaps in another thread, and `end_base`. Where
-        the logs cannot be shipped any more from where they were, they go on at the snapshot.
+        """Return the files that the newest snapshot needs. The caller copies them, perhaps in another thread, and
+        passes them to `end_base`. If the log's unshipped bytes are gone, it goes on at the snapshot.
 
-        Raise OriginGoneError if logs were removed behind it: begin again.
+        Raise OriginGoneError if logs behind the snapshot were removed: begin again.
         """
         assert self._generation is not None
         snapshot = load_snapshot(self._origin.fs, self._origin.data_dir)
@@ -200,7 +200,7 @@ class Shipper:
         return BaseFiles(self._store, self._origin, self._generation.number, snapshot, starts, self._files, self._told)
 
     def end_base(self, files: BaseFiles) -> Shipped:
-        """Ship the present moment, and make it the one of a base with these files, all of which are copied."""
+        """Ship the present moment, and a base that it names. All `files` are copied already."""
         assert self._generation is not None
         self._bytes += files.put_bytes
         self._objects += files.put_objects
@@ -212,7 +212,7 @@ class Shipper:
         if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
         if not self._archive.has_piece(self._generation.number, self._number):
-            # This shipper stood still while another service took over and pruned what it had put.
+            # This shipper stood still while another service took over, and pruned what this one had put.
             name = piece_name(self._generation.number, self._number)
             raise ArchiveDamagedError(f"{self._store.place(name)}: is missing")
         first_piece = min(self._piece_of(start) for start in files.starts)
@@ -220,7 +220,7 @@ class Shipper:
         base = Base(self._number, self._taken_ms, first_piece, files.starts, refs, len(files.body))
         self._create(base_name(self._generation.number, base.number), encode(base, [files.body]))
         if needs_base and self._archive.last_piece(self._generation.number, base.number) != base.number:
-            # A service that took over before this base was there left out its moment: nobody may count on it.
+            # A service that took over before this base was there did not count its moment: nobody may count on it.
             raise OtherShipperError(
                 f"{self._store.place('')}: somebody else put a piece while base {base.number} was made"
             )
@@ -258,7 +258,7 @@ class Shipper:
         self._has_part = True
 
     def _goes_on(self, logs: list[LogPlace]) -> bool:
-        """True if the logs are those that were shipped, and more of them."""
+        """True if the logs begin with all bytes that were shipped."""
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
             return False
@@ -299,8 +299,8 @@ class Shipper:
         is_sign: bool = False,
         needs_base: bool = False,
     ) -> Shipped:
-        """Put all bytes of the logs from `starts` to this moment. Without `txn` it is none, to which nobody can get; if
-        it `needs_base` it is one by the base that names it.
+        """Put all bytes of the logs from `starts` to this moment. Without `txn` the last piece is no moment, so it
+        cannot be restored. If it `needs_base`, only the base of its number makes it one.
         """
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
@@ -376,7 +376,7 @@ class Shipper:
     # -- a base
 
     def _go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> None:
-        """Go on with each log where the archive ends, or at the snapshot if that is gone."""
+        """Go on with each log where the archive ends, or at the snapshot if the log begins later by now."""
         ends = []
         for log, start in zip(logs, starts, strict=True):
             shipped = self._ends[log.shard] if self._ends else None
@@ -388,7 +388,7 @@ class Shipper:
         self._ends = ends
 
     def _piece_of(self, start: LogStart) -> int:
-        """Return the first piece with anything behind this place of a log, the last piece if none has."""
+        """Return the first piece that has bytes behind this place of a log; the last piece if none has."""
         assert self._generation is not None
         number = self._generation.number
         low, high = 0 if self.last_base is None else self.last_base.first_piece - 1, self._number
@@ -404,7 +404,7 @@ class Shipper:
 
 
 def _former_ids(newest: Generation | None, service_id: str) -> list[str]:
-    """Return the services that were taken over from before this one begins a generation."""
+    """Return the ids of the services that shipped here before this one, for a generation that it begins."""
     if newest is None:
         return []
     return newest.former_ids + [newest.service_id] * (newest.service_id != service_id)
