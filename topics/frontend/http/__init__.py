@@ -1,1 +1,1 @@
-"""Connections: HTTP/1.1 of our own, what stays Hypercorn's, listeners and drain."""
+"""Connections: our own HTTP/1.1, HTTP/2 on Hypercorn, listeners and drain."""

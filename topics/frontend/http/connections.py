@@ -1,4 +1,4 @@
-"""The connections of one process: counted, drained at a stop, cut at its end; and what they hold, with its bounds."""
+"""The connections of one process: counted, drained at a stop, cut at its end. Also bounds on the bytes they hold."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class KeptAnswers:
         add ─▶ too many bytes: cut the client that has read nothing for longest ─▶ check again every CHECK_S
           └─▶ remove: it is read, or its client is gone
 
-    An answer counts with its whole length until then: transports and frames refer to the bytes that were written, and
-    all of them are in memory as long as one is still to be sent. Nobody can be asked to wait for room, as these answers
-    exist already; handlers of long answers on HTTP/2 (`responses.reserve_room`) and event streams are asked earlier.
+    An answer counts with its whole length until its last byte is sent: transports and frames refer to the bytes as a
+    whole, so all of them stay in memory. These answers exist already, so nobody can be made to wait for room. Handlers
+    of long answers on HTTP/2 (`responses.reserve_room`) and event streams wait earlier.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -67,10 +67,10 @@ class KeptAnswers:
         self._len_bytes.pop(holder, None)
 
     def _bound(self) -> None:
-        """Cut clients above `high_bytes` that have read nothing for STALL_CUT_MS, above the whole budget others."""
+        """Above `high_bytes` cut clients that have read nothing for STALL_CUT_MS, above the whole budget others too."""
         budget = self.budget
         most_bytes, high_bytes = budget.most_bytes, self.high_bytes
-        # A check is of all answers, maybe thousands: below the whole budget there is one in CHECK_S.
+        # A check looks at all answers, maybe thousands: below the whole budget there is one check in CHECK_S.
         if budget.held_bytes > most_bytes or (budget.held_bytes > high_bytes and self._timer is None):
             now_ms = self._clock.monotonic_ms()
             self._stalled.timed_out(now_ms)  # notices who has made progress
@@ -92,11 +92,11 @@ class KeptAnswers:
 
 
 class UnadmittedInput:
-    """Heads and frames that are not whole, of clients without an admitted request. The oldest are cut first."""
+    """Incomplete heads and frames of clients without an admitted request. Beyond a bound the oldest are cut first."""
 
     def __init__(self) -> None:
         self.budget = Budget(limits.UNADMITTED_INPUT)
-        self._held_bytes: dict[asyncio.Transport, int] = {}  # in the order in which they began to hold some
+        self._held_bytes: dict[asyncio.Transport, int] = {}  # ordered by the time at which they began to hold some
 
     def resize(self, transport: asyncio.Transport, size_bytes: int) -> None:
         """Count `size_bytes` for this connection from now on. Idempotent."""
@@ -123,8 +123,8 @@ class OpenConnection(TcpConnection, Protocol):
 
 class Connections:
     """Every HTTP/1.1 connection of this process, also those that became WebSockets: counted, drained, and waited for.
-    For all protocols `places` caps the connections of the service, `kept` bounds unread answers, and `unadmitted` what
-    comes before a key is known.
+    For all protocols `places` caps the connections of the service, `kept` bounds unread answers, and `unadmitted`
+    bounds input without a known key.
     """
 
     def __init__(self, places: Quota | None = None, clock: Clock | None = None) -> None:
@@ -156,7 +156,7 @@ class Connections:
         self.open.add(connection)
 
     def pause_until_s(self, pause_s: float) -> float:
-        """Return the loop time until which a connection pauses: those of all connections follow each other."""
+        """Return the loop time until which a connection pauses. The pauses of all connections follow each other."""
         now_s = asyncio.get_running_loop().time()
         if not pause_s:
             return now_s
@@ -181,7 +181,7 @@ class Connections:
             self._ends.popleft()()
 
     def release_place(self) -> None:
-        """Count a closed connection no longer, whichever protocol it spoke."""
+        """Stop counting a closed connection, whichever protocol it spoke."""
         if self.places is not None:
             self.places.release()
 
@@ -201,7 +201,7 @@ class Connections:
         """Cut what is left. Requests that are not answered yet get `503 shutting_down`."""
         if tasks := list(self.tasks.values()):
             for task in tasks:
-                # Behind its first step, without which it would neither answer nor leave `tasks`.
+                # Cancel after the task's first step: without that step it would neither answer nor leave `tasks`.
                 self._loop.call_soon(task.cancel)
             await asyncio.wait(tasks, timeout=1.0)
         for connection in list(self.open):
@@ -216,7 +216,7 @@ class Connections:
         self._changed.set()
 
     def start_task(self, run: Callable[[], Awaitable[None]]) -> None:
-        """Run `run()` as one of `tasks`, until which a drain waits."""
+        """Run `run()` as one of `tasks`. A drain waits for its end."""
         self.tasks[run] = self._loop.create_task(self._run(run))
 
     async def _run(self, run: Callable[[], Awaitable[None]]) -> None:

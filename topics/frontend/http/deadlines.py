@@ -31,7 +31,7 @@ from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send, WriteBu
 
 CHECK_S: Final = 0.5
 GAP_S: Final = 1.5
-"""A longer time between two checks means that the process was suspended. A loop that is always so slow cuts nobody."""
+"""A longer time between two checks counts as a suspension. So a process whose loop is always that slow cuts nobody."""
 
 
 class RunningClock:
@@ -156,7 +156,7 @@ class Verdict(Enum):
 
 
 _FOR_THE_WHOLE: Final = frozenset(Awaited) - {Awaited.NOTHING, Awaited.REST_OF_BODY}
-"""Their time is for the whole of it: data that arrives meanwhile does not prolong it. A blank line is no request."""
+"""Waits whose time is for the whole thing: data that arrives meanwhile does not prolong it, such as a blank line."""
 
 
 class Deadlines:
@@ -195,7 +195,7 @@ class Deadlines:
         """Set what is awaited, and with it `at_s`. Idempotent. `received_body_bytes`: of an incomplete body."""
         before, self._awaited = self._awaited, awaited
         if before is Awaited.REST_OF_BODY or awaited is Awaited.REST_OF_BODY:
-            # Also when the body is no longer awaited: the time that it took is used up.
+            # This also runs when the body is no longer awaited, so that the time which it took is used up.
             now_s = self._clock.now_s()
             left_s = self._body_time.left_s(now_s, received_body_bytes, before is Awaited.REST_OF_BODY)
             if awaited is Awaited.REST_OF_BODY:

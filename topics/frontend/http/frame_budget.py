@@ -1,10 +1,10 @@
 """Bounds on the frames of one client: those that carry nothing, and those that this process handles in one turn.
 
 A ping, a reset or an empty piece of a message takes 10 bytes and some 50 µs, so 1 MB/s of them would take all of the
-process's time. An address may send FRAMES_BURST and FRAMES_PER_S from then on, 5 % of that time. Answers earn more.
-Beyond it each connection has a reserve, and is cut when it has used it up. A turn is two frames or FRAMES_PER_TURN
-pieces of bodies; then other connections have theirs. Who is cut may come back at once, so an address whose connections
-are cut again and again gets new ones more slowly.
+process's time. An address may send FRAMES_BURST of them, and then FRAMES_PER_S, which take 5 % of that time. Answers
+earn more. Beyond that each connection has a reserve, and is cut when the reserve is used up. A turn is two frames or
+FRAMES_PER_TURN pieces of bodies; then other connections have their turns. A client may come back at once after a cut,
+so an address whose connections are cut again and again gets new ones more slowly.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hyperframe.frame import ContinuationFrame, DataFrame, GoAwayFrame, HeadersF
 
 FRAMES_PER_S: Final = 1000
 FRAMES_BURST: Final = 500
-OVERDRAWN: Final = 8  # a frame beyond what its address may send counts as so many of its connection's reserve
-ADDRESSES_MAX: Final = 4096  # that are known; open connections know their own besides
+OVERDRAWN: Final = 8  # frames of the connection's reserve that one frame beyond its address's allowance takes
+ADDRESSES_MAX: Final = 4096  # addresses that are remembered; open connections also remember their own
 CUT_S: Final = 1.0  # what an address owes for each cut
 CUTS_FREE_S: Final = 3.0
-NEXT_AFTER_S: Final = 0.1  # between two connections that wait
+NEXT_AFTER_S: Final = 0.1  # the time between two connections of an address that wait
 WAIT_MOST_S: Final = 10.0
 FRAMES_PER_TURN: Final = 8
 EARNED_BY_ANSWER: Final = 4
@@ -34,16 +34,16 @@ FIELDS_FREE: Final = 128
 SMALL_DATA_BYTES: Final = 256
 _FRAMES_IN_TURN: Final = 2
 _PIECES: Final = (DataFrame.type, ContinuationFrame.type)
-"""Frames of which FRAMES_PER_TURN make a turn. Any other takes the time of several."""
+"""Kinds of frames of which FRAMES_PER_TURN make a turn. A frame of another kind takes the time of several."""
 _COSTS: Final = {HeadersFrame.type: 0, RstStreamFrame.type: 8}
-"""A head is a request. A reset also undoes one, for which no answer is earned."""
+"""A head costs nothing, because it is a request. A reset costs more, because it undoes a request without an answer."""
 _SETTINGS_BYTES: Final = 64  # settings that count as one frame more
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
 _HEAD_BYTES: Final = 9
 
 
 class FrameAllowance:
-    """The frames that an address may still send; below 0 if more were taken. Time and answers refill it."""
+    """The number of frames that an address may still send, below 0 if it sent more. Time and answers raise it."""
 
     def __init__(self, time_s: Callable[[], float]) -> None:
         self._time_s = time_s
@@ -72,7 +72,7 @@ class FrameAllowance:
 
 class ClientAddress:
     """The address of clients. All its connections together may send `frames` without content, and small `pieces` of
-    bodies. If it owes more than CUTS_FREE_S for those that were cut, the next ones wait for each other.
+    bodies. It owes CUT_S for each connection that was cut. Beyond CUTS_FREE_S its next connections wait in turn.
     """
 
     def __init__(self, time_s: Callable[[], float]) -> None:
@@ -85,7 +85,7 @@ class ClientAddress:
         self._owes_until_s = max(self._owes_until_s, self._time_s()) + CUT_S
 
     def claim_turn_s(self) -> float:
-        """Return the seconds that a new connection waits, and take its turn. Infinity: too many wait."""
+        """Return the seconds that a new connection has to wait for its turn; infinity if too many wait."""
         wait_s = self._owes_until_s - self._time_s() - CUTS_FREE_S
         if 0 < wait_s <= WAIT_MOST_S:
             self._owes_until_s += NEXT_AFTER_S
@@ -112,7 +112,7 @@ class FrameBudget:
             raise DenialOfServiceError("too many frames without content")
 
     def earn(self, frames: int) -> None:
-        """Allow that many frames more: the client was sent something."""
+        """Allow so many frames more, because the client was sent something."""
         self.address.frames.earn(frames)
         self._reserve = min(FRAMES_BURST, self._reserve + frames)
 
@@ -159,7 +159,7 @@ class CheckedFrames(FrameBuffer):
         self._block_bytes = 0  # of the header block that has no end yet
         self._turn_left = 0
         self.more = False  # true if whole frames are left for the next turn
-        self.pause_s = 0.0  # the time to wait before it: the client's pieces of bodies are small and many
+        self.pause_s = 0.0  # the time to wait before the next turn, if the client sends many small pieces of bodies
 
     @property
     def held_bytes(self) -> int:
@@ -189,7 +189,7 @@ class CheckedFrames(FrameBuffer):
             self._budget.refuse(str(error))
             raise
         if isinstance(frame, GoAwayFrame) and not frame.error_code:
-            return next(self)  # the client only begins nothing more, but h2 would send it no answers any more
+            return next(self)  # the client only begins nothing more; h2 would send it no answers any more
         return frame
 
     def _count(self, kind: int, flags: int, length: int) -> None:

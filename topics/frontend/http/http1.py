@@ -28,14 +28,14 @@ from topics.frontend.http.vanished import VanishedClients
 JOIN_MAX_BYTES: Final = 16 * 1024
 """Up to this length, joining head and body is cheaper than handing the transport two buffers."""
 CHUNKED_BYTES_PER_TURN: Final = 8 * 1024
-"""The part of a chunked body that is parsed in one turn of the event loop. It may be 1,400 chunks of a byte."""
+"""The part of a chunked body that is parsed in one turn of the event loop. It may have 1,400 chunks of one byte."""
 TINY_CHUNKS: Final = 64
-"""Behind a part with more chunks than this the next one is short. All connections that wait then do so in turn,
-TINY_CHUNK_PAUSE_S for each chunk."""
+"""Behind a part with more chunks than this the next part is short, and waits TINY_CHUNK_PAUSE_S for each chunk. All
+connections that wait then do so one after the other."""
 TINY_CHUNKS_BYTES_PER_TURN: Final = 1024
 TINY_CHUNK_PAUSE_S: Final = 5e-6
 TURNED_AWAY_MAX: Final = 1024
-"""Refused connections of one process that may take their time to read why."""
+"""Refused connections of one process that may stay open until their clients have read why."""
 
 HandOver = Callable[[asyncio.Transport, bytes], None]
 """Takes over a transport and the bytes read from it so far."""
@@ -375,7 +375,7 @@ class Http1Protocol(asyncio.Protocol):
     # Ends.
 
     def _turn_away(self) -> None:
-        """Refuse one connection too many, before its request is read, because that is cheap."""
+        """Refuse a connection that is one too many before its request is read, which is cheap."""
         connections = self._factory.connections
         assert connections.places is not None
         self._transport.write(error_answer(connections.places.reached()))

@@ -1,6 +1,6 @@
 """One HTTP/1.1 request and its answer, as ASGI sees them, and the answers that no app makes.
 
-Order, time-outs, and what is read and written when are the connection's (`http1.py`), here an `ExchangeConnection`.
+The connection (`http1.py`) decides on order, time-outs, reading and writing. Here it is an `ExchangeConnection`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def chunk(data: bytes) -> bytes:
 
 
 class PushStream:
-    """Raw writes into one answer (an `event_streams.Push`), each one chunk and one `transport.write`. The coroutine of
-    the app must stay pending meanwhile (`await receive()` ends with `http.disconnect`): its return closes the stream.
+    """Raw writes into one answer (an `event_streams.Push`), each one chunk and one `transport.write`. The app's
+    coroutine must not return meanwhile, which would close the stream: `await receive()` ends with `http.disconnect`.
     """
 
     def __init__(self, transport: asyncio.Transport, chunked: bool, writable: bool, end: Callable[[], None]) -> None:
@@ -128,8 +128,8 @@ def error_answer(error: TopicsError, *, with_body: bool = True) -> bytes:
 
 @lru_cache(maxsize=1024)
 def header_block(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, int | None, bool]:
-    """Return the lines of an answer's headers, but for those of its framing; its content-length; and whether the
-    connection is to close after it. The same few come again and again. Raise ValueError if HTTP does not allow them.
+    """Return (lines of an answer's headers without its framing, its content-length, whether the connection is to close
+    after it). It is cached: the same few headers come again and again. Raise ValueError if HTTP does not allow them.
     """
     lines = []
     length: int | None = None
@@ -180,7 +180,7 @@ class ExchangeConnection(Protocol):
         """True while the server is stopping."""
 
     def write(self, data: bytes, more: bytes = b"") -> None:
-        """Send both, or let the transport keep them."""
+        """Send `data` and `more`, or let the transport keep them."""
 
     async def wait_writable(self) -> None:
         """Wait until the client has caught up or is gone. Only while not `writable`."""
@@ -189,7 +189,7 @@ class ExchangeConnection(Protocol):
         """Wait until the transport keeps nothing for the client, or the client is gone."""
 
     def settle(self) -> None:
-        """Read on if need be: the app has received what was there, or waits for more."""
+        """Read on if needed: the app has received the bytes that were there, or waits for more."""
 
     def may_stay_open(self) -> bool:
         """Return True if another request can follow the answer whose head is about to be written."""
@@ -209,7 +209,7 @@ class AnswerStage(IntEnum):
 
 class Exchange:
     """One request and its answer. The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app
-    calls `receive`, `send`, `deliver` and `push`. Without a reference to its scope reference counting alone frees it.
+    calls `receive`, `send`, `deliver` and `push`. It has no reference to its scope: reference counting alone frees it.
     """
 
     def __init__(
@@ -365,8 +365,8 @@ class Exchange:
 
     async def deliver(self, send: Send, body: bytes) -> None:
         """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`). The answer must have a
-        content-length, so that its end is no bytes. No other answer is written before that end: an empty buffer means
-        that this one is out. Raise ConnectionResetError when the client is gone.
+        content-length, so that its end takes no bytes. No other answer is written before that end, so an empty buffer
+        means that this answer is out. Raise ConnectionResetError when the client is gone.
         """
         await send({"type": "http.response.body", "body": body, "more_body": True})
         self._check_client()
@@ -430,7 +430,7 @@ class Exchange:
         """Return the head, with the framing and `connection` that follow from the first body message."""
         framing = b""
         if self._bodyless:
-            if self._length_left is not None:  # as a GET would have it
+            if self._length_left is not None:  # the length that a GET would have
                 framing = b"content-length: %d\r\n" % self._length_left
             elif self._head_request and not more:
                 framing = b"content-length: %d\r\n" % len(body)
@@ -460,7 +460,7 @@ class Exchange:
     def _done(self) -> None:
         self.stage = AnswerStage.DONE
         self._body = b""
-        self.push_stream = None  # which names the exchange: both would be left to the garbage collector
+        self.push_stream = None  # it refers to the exchange: only the garbage collector would free the two
         self._wake()
         self._connection.answer_done(self)
 

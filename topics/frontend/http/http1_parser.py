@@ -36,7 +36,7 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 _UPGRADE_LINES = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*(?:\r\n[ \t][^\r\n]*)*")
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]{0,4000})?\r\n")
 _SIZE_LINE_MAX_BYTES = 4096
-"""A longer line is refused before its end, until which all of it would be kept, in no budget."""
+"""A longer line is refused before its end: until then all of it would be kept, and counted in no budget."""
 _SHORT_CHUNKS = re.compile(b"(?:%b)*+" % b"|".join(b"[%x%X]\r\n.{%d}" % (n, n, n + 2) for n in range(1, 16)), re.DOTALL)
 """Any number of whole chunks of up to 15 bytes. A read may have 40,000 of them, too many for a loop in Python."""
 
@@ -76,8 +76,8 @@ class Chunks:
         self.ended = False
 
     def follow(self, data: bytes | bytearray, position: int) -> int:
-        """Return the end of this body's part of `data[position:]`: that of `data`, or of the body, which has then
-        `ended`. Raise TopicsError.
+        """Return where this body's part of `data[position:]` ends: at the end of `data`, or at that of the body, which
+        has `ended` then. Raise TopicsError.
         """
         size = len(data)
         while position < size:
@@ -138,7 +138,7 @@ class ChunkedBody:
     def __init__(self, head: bytes) -> None:
         self._pieces = _Pieces()
         self._llhttp = httptools.HttpRequestParser(self._pieces)
-        # Of an Upgrade that is ignored llhttp must not know: it would take the request for one without a body.
+        # Hide an Upgrade that is ignored from llhttp, which would take the request for one without a body.
         self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
         self._chunks = Chunks()
 
@@ -155,7 +155,7 @@ class ChunkedBody:
         except httptools.HttpParserError as error:
             raise invalid(f"the chunked body is malformed: {error}") from error
         if self._chunks.ended is not self._pieces.complete:
-            # A proxy that believes the other of the two would see another request behind this one.
+            # `Chunks` and llhttp disagree. A proxy that sides with the other one would see another request behind this.
             raise invalid("the chunked body is malformed: its end is not clear")
         found, self._pieces.found = self._pieces.found, []
         return position, found
@@ -182,8 +182,8 @@ class _Pieces:
 class Heads:
     """Parses and checks heads, and remembers some of them: a client sends the same one with each of its requests.
 
-    All connections of a process share it. It keeps at most _KEPT_HEADS short heads, the latest that were new, and none
-    with a key in it.
+    All connections of a process share it. It keeps the latest short heads, at most _KEPT_HEADS, and none with a key in
+    it.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -297,7 +297,7 @@ def _has_key(head: Head) -> bool:
 
 
 def join_lists(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers with one of each list, of which a client may send several parts (RFC 9110 §5.3)."""
+    """Return the headers with the parts of each list joined: a client may send several (RFC 9110 §5.3)."""
     joined = dict(headers)
     if len(joined) == len(headers):
         return headers
@@ -323,7 +323,7 @@ class RequestParser:
         self._heads = heads
         self._limits = heads.limits
         self._scanned = 0  # leading bytes that hold no end of a head
-        self.body_left_bytes: int | None = None  # missing of the current body; None: it is chunked
+        self.body_left_bytes: int | None = None  # bytes that the current body lacks; None: it is chunked
         self.body_received_bytes = 0  # of the current body
         self._body_wire_bytes = 0
         self._chunked_body: ChunkedBody | None = None
@@ -331,7 +331,7 @@ class RequestParser:
         self.complete = True  # true if the current request has been read to its end
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
-        """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
+        """Return the start and end of the next head in `data[position:]`, which is not empty. The end is -1 until the
         head is whole: pass the rest again, with more behind it. Raise TopicsError if it cannot become a head.
         """
         if data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
@@ -374,7 +374,7 @@ class RequestParser:
         self.body_received_bytes += end - position
         self.complete = not self.body_left_bytes
         self.chunks_read = 1
-        # Of bytes a slice is one copy, or none if it is the whole; a bytearray's would be two.
+        # A slice of bytes is one copy, or none if it is the whole. A slice of a bytearray would take two copies.
         sink(data[position:end] if isinstance(data, bytes) else bytes(memoryview(data)[position:end]))
         return end
 
@@ -430,8 +430,8 @@ def _begins_websocket(method: bytes, headers: list[tuple[bytes, bytes]]) -> bool
 
 
 def _begins_http2(http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return True if Hypercorn obeys this upgrade to h2c. Others it would serve with its own HTTP/1.1, without our
-    bounds.
+    """Return True if Hypercorn obeys this upgrade to h2c. It would serve other requests with its own HTTP/1.1, without
+    our bounds.
     """
     return http11 and not any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
 

@@ -84,13 +84,13 @@ class Http1WebSocket(asyncio.Protocol):
         self._scope: Scope | None = None  # until its app is started
         self._app: asyncio.Task[Any] | None = None
         self._accept_token = b""
-        self._timer: asyncio.TimerHandle | None = None  # of the wait for a turn, the next ping, or the client's close
+        self._timer: asyncio.TimerHandle | None = None  # for a turn, the next ping, or the client's close
         # Input.
         self._frames = shared.addresses.budget(transport.get_extra_info("peername"))
         self._wire = Connection(ConnectionType.SERVER)
         self._incoming = IncomingMessages(shared.limits.max_body_bytes, self._frames)
         self._unparsed = bytearray()
-        self._is_wire_empty = True  # but for a part of a frame
+        self._is_wire_empty = True  # true if wsproto holds no whole frame
         self._parses_soon = False
         self._is_full = False
         self._is_ended = False  # whether the client has ended its side
@@ -161,7 +161,7 @@ class Http1WebSocket(asyncio.Protocol):
     async def receive(self) -> Message:
         """ASGI receive: `websocket.connect`, messages, and then `websocket.disconnect` again and again."""
         while not self._messages:
-            if self._arrival is None or self._arrival.done():  # one that was cancelled may end behind the next one
+            if self._arrival is None or self._arrival.done():  # a cancelled `receive` may end after the next one began
                 self._arrival = self._loop.create_future()
             await self._arrival
         message = self._messages[0]
@@ -178,7 +178,7 @@ class Http1WebSocket(asyncio.Protocol):
             self._arrival.set_result(None)
 
     async def send(self, message: Message) -> None:
-        """ASGI send. Waits while the client reads too slowly. What comes when the WebSocket is over is dropped."""
+        """ASGI send. Waits while the client reads too slowly. Drops messages once the WebSocket is over."""
         kind = message["type"]
         if kind == "websocket.send":
             # Taken out of the message, which the sender keeps until this is done.
@@ -264,7 +264,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._shared.connections.kept.remove(self)
         self._shared.connections.forget(self)
         self._can_write.set()
-        # What refers to this object, and may hold much: the collector may be long in coming.
+        # Break reference cycles that may hold much memory: the garbage collector may come late.
         self._scope = None
         del self._reader_timer, self._incoming, self._wire, self._unparsed
 
@@ -314,7 +314,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, CloseConnection):
-            with suppress(LocalProtocolError):  # ours is sent already, or waits
+            with suppress(LocalProtocolError):  # our close frame is sent already, or waits
                 self._send_close(self._wire.send(event.response()))
             if self._left_bytes:
                 self.stage, self._close_code = SocketStage.ANSWERING, event.code
@@ -331,7 +331,7 @@ class Http1WebSocket(asyncio.Protocol):
             self._put(message)
 
     def _settle(self) -> None:
-        """Read on, or pause: there is enough to do."""
+        """Read on, or pause while there is enough to do."""
         is_behind = self._is_full or len(self._unparsed) > self._shared.limits.read_high_water_bytes
         if self._transport.is_closing() or self._is_ended or self._frames.refused:
             return
@@ -365,7 +365,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     async def _send_in_pieces(self, frame: memoryview) -> None:
         self._left_bytes = len(frame)
-        # The transport has little of the frame at any time, so the client's time for all of it is limited here.
+        # The transport never has more than a part of the frame, so the client's time for all of it is limited here.
         timer = SlowReaderTimer(self._shared.limits, self._shared.clock, self._loop, self)
         timer.start()
         try:
@@ -376,7 +376,7 @@ class Http1WebSocket(asyncio.Protocol):
                 await self._wait_writable()
         except asyncio.CancelledError:
             if (self._left_bytes or self._close_frame) and self.stage is not SocketStage.OVER:
-                self._transport.abort()  # nothing can follow half a frame, and nobody else sends what waits for its end
+                self._transport.abort()  # nothing can follow half a frame, nor is its rest sent
             raise
         finally:
             timer.close()
@@ -454,7 +454,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._set_timer(self._shared.limits.linger_ms / 1000, transport.close)
 
     def _over(self, code: int) -> None:
-        """Note that the WebSocket is over, and tell the app in turn. It has GONE_S to end."""
+        """Note that the WebSocket is over, and tell the app when its turn comes. The app has GONE_S to end."""
         if self.stage is not SocketStage.OVER:
             self.stage = SocketStage.OVER
             self._shared.connections.end_in_turn(partial(self._tell_over, code))
@@ -486,7 +486,7 @@ class Http1WebSocket(asyncio.Protocol):
         return None if self._transport.is_closing() else self._transport.get_extra_info("socket")
 
     def drain(self) -> None:
-        """Close a connection whose app is not started; else the app ends it."""
+        """Close the connection if its app is not started; else the app closes it."""
         if self._scope is not None and self._app is None:
             self._transport.close()
 

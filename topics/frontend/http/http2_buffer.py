@@ -43,8 +43,8 @@ _percent_encoded = partial(re.compile(rb"[\x80-\xff]").sub, lambda byte: b"%%%02
 
 
 class BoundedBuffer(StreamBuffer):
-    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it. A
-    message is kept without a copy: its sender has it in memory anyway while it waits.
+    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it. It
+    keeps a message without a copy, because the sender has the message in memory anyway while it waits.
     """
 
     def __init__(self, event_class: type[IOEvent]) -> None:
@@ -72,7 +72,7 @@ class BoundedBuffer(StreamBuffer):
         return False
 
     def abort(self) -> None:
-        """Reset the stream: its client reads nothing, or all clients together too little."""
+        """Reset the stream, because its client reads nothing, or all clients together read too little."""
         if self._reset is not None:
             self._reset()
 
@@ -89,8 +89,8 @@ class BoundedBuffer(StreamBuffer):
         await self._ended.set()
 
     async def drain(self) -> None:
-        """Wait for `end` or `close`. An empty buffer is not enough: the last answer's app ends a draining connection,
-        which must not happen before the end of the stream is on the wire.
+        """Wait for `end` or `close`. An empty buffer is not enough: the app of the last answer ends a connection that
+        drains, and must not do so before the end of the stream is on the wire.
         """
         await self._ended.wait()
 
@@ -120,7 +120,7 @@ class BoundedBuffer(StreamBuffer):
             part = self._parts.popleft()
             if len(part) > left:
                 rest = part[left:]
-                if len(rest) < BUFFER_LOW_WATER:  # frees the message, for whose rest nobody waits any more
+                if len(rest) < BUFFER_LOW_WATER:  # frees the message: nobody waits for its rest any more
                     rest = memoryview(bytes(rest))
                 self._parts.appendleft(rest)
             pieces.append(part[:left])
@@ -149,10 +149,10 @@ class BoundedStream(HTTPStream):
 
 
 class _Streams(dict[int, Any]):
-    """The streams of one connection. One whose answer came before the end of its body takes the rest, and drops it.
+    """The streams of one connection. If a stream's answer came before the end of its body, the rest is dropped.
 
-    For a stream that is gone Hypercorn raises KeyError, which ends all others. Its client is asked to stop behind
-    _UNWANTED_MAX_BYTES (RFC 9113 §8.1).
+    Hypercorn raises KeyError for a stream that is gone, which ends all others. A client that goes on sending is asked
+    to stop behind _UNWANTED_MAX_BYTES (RFC 9113 §8.1).
     """
 
     def __init__(self, connection: H2Connection) -> None:
@@ -174,16 +174,16 @@ class _Streams(dict[int, Any]):
 class BoundedProtocol(H2Protocol):
     """Hypercorn's HTTP/2, with nine differences.
 
-    - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
-    - The task that reads the connection never waits for a window, which would come over the same connection, nor for
-      the app of a WebSocket, which may. So each WebSocket has a task for its frames, and a whole window of its own.
-    - An answer whose app ends before it is reset, so that the client does not wait for ever.
-    - A connection without a stream is idle, however its last one ended. It would stay for ever, and hold up a stop.
+    - A stream that the client resets frees its waiting bytes and its sender: a client may reset any number of streams.
+    - The task that reads the connection never waits for a window, because that comes over the same connection. Nor does
+      it wait for the app of a WebSocket, which may wait for a window. So each WebSocket has its own task and window.
+    - If an app ends before its answer does, the stream is reset, so that the client does not wait for ever.
+    - A connection without a stream is idle, however its last one ended. Else it would stay for ever, and delay a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
     - A GOAWAY without an error is dropped: h2 would send nothing any more, not even the answers that are due.
     - The rest of a body behind its answer is dropped (`_Streams`).
-    - A request whose method or path cannot be read ends no other. One that comes during a drain may be sent again.
-    - Priorities are ignored (RFC 9113 §5.3): streams of no request would fill their tree.
+    - A request whose method or path cannot be read ends no other. The client may repeat one that comes during a drain.
+    - Priorities are ignored (RFC 9113 §5.3): streams without a request would fill their tree.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -197,7 +197,7 @@ class BoundedProtocol(H2Protocol):
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         await super().initiate(headers, settings)
-        # As much as all streams may send: the frames of one that waits must not take the window of the others.
+        # The window of all streams together: the frames of one that waits must not take the window of the others.
         self.connection.increment_flow_control_window(_WINDOW_BYTES * (self.config.h2_max_concurrent_streams - 1))
         await self._flush()
         if headers is None:
@@ -273,7 +273,7 @@ class BoundedProtocol(H2Protocol):
         await self.send(Closed())
 
     async def give_back(self, stream_id: int, window_bytes: int) -> None:
-        """Let the client send as much again: so much of the stream is taken."""
+        """Let the client send `window_bytes` more: the service has taken as many from the stream."""
         with contextlib.suppress(ProtocolError):
             self.connection.acknowledge_received_data(window_bytes, stream_id)
         if not self.closed:

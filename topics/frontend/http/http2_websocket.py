@@ -43,8 +43,8 @@ _REFUSALS: Final = {
 
 
 class BoundedWebSocket(WSStream):
-    """Hypercorn's stream of a WebSocket, except for how it refuses, reads and sends. A `WriteBuffer` in its app's
-    scope. Owns the client's bytes that are not taken: at most the window of the stream.
+    """Hypercorn's stream of a WebSocket, with its own ways to refuse, read and send. It is a `WriteBuffer` in its app's
+    scope. Owns the client's bytes that are not taken yet, at most the window of the stream.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -52,7 +52,7 @@ class BoundedWebSocket(WSStream):
         self._http2 = cast(BoundedProtocol, context_of(self).http2)
         self._incoming = IncomingMessages(self.config.websocket_max_message_size, context_of(self).frames)
         self._arrived = bytearray()
-        self._window_bytes = 0  # of the client's window: what has arrived and what is being taken, with padding
+        self._window_bytes = 0  # the part of the client's window that arrived or is being taken, padding included
         self._is_taking = False
         self._is_over = False  # true if nothing more comes
 
@@ -61,7 +61,7 @@ class BoundedWebSocket(WSStream):
         if isinstance(event, StreamClosed) or (isinstance(event, EndBody) and not self.closed):
             self._is_over = True
             if isinstance(event, StreamClosed) and not self._http2.closed:
-                self._close()  # the stream alone: what is not taken would count for no stream
+                self._close()  # only the stream ends: bytes not taken would count for no stream
             self._begin_taking()
         if not isinstance(event, Request):
             return
@@ -71,7 +71,7 @@ class BoundedWebSocket(WSStream):
             self.state = ASGIWebsocketState.HTTPCLOSED
             self.task_group.spawn(self._refuse, error)  # waits for the client
             return
-        # Without its offer to compress: packing 8 MiB would block every other client.
+        # Drop the client's offer to compress: packing 8 MiB would block every other client.
         headers = [header for header in event.headers if header[0] != b"sec-websocket-extensions"]
         await super().handle(dataclasses.replace(event, headers=headers))
         if not self.closed:  # its app starts when this task next waits
@@ -87,7 +87,7 @@ class BoundedWebSocket(WSStream):
         self._begin_taking()
 
     def _close(self) -> None:
-        """Take no frame any more. What has arrived, and what will, is dropped."""
+        """Take no frame any more. Bytes that have arrived are dropped, and later ones, too."""
         self.closed = True
         self._arrived.clear()
 
@@ -108,11 +108,11 @@ class BoundedWebSocket(WSStream):
                 self._close()
                 await self._http2.cut(error)
             await self._http2.give_back(self.stream_id, window_bytes)
-            self._window_bytes -= window_bytes  # last: until then this task goes on
+            self._window_bytes -= window_bytes  # last: this task goes on until none is left
         if self._is_over:
             await self._end()
         self._is_taking = False
-        if self._window_bytes > 0:  # it came behind the end
+        if self._window_bytes > 0:  # bytes came behind the end
             self._begin_taking()
 
     async def _end(self) -> None:
@@ -121,7 +121,7 @@ class BoundedWebSocket(WSStream):
         if self.closed or self._http2.closed or is_open:
             await self._tell_end()
         if is_open and not self._http2.closed:
-            await self.send(EndData(stream_id=self.stream_id))  # else it is one of the streams that may be open
+            await self.send(EndData(stream_id=self.stream_id))  # else it would count as an open stream
             await self.send(StreamClosed(stream_id=self.stream_id))
 
     async def _take_frames(self) -> None:
@@ -167,7 +167,7 @@ class BoundedWebSocket(WSStream):
     async def _send_pings(self) -> None:
         """Send a ping after each interval. Hypercorn's first one comes at once, before any answer."""
         interval_s = self.config.websocket_ping_interval
-        assert interval_s is not None  # without one nobody sends pings
+        assert interval_s is not None  # without an interval nobody sends pings
         await self.context.sleep(interval_s)
         await super()._send_pings()
 

@@ -63,8 +63,8 @@ class _Flag(EventWrapper):
 
 
 class ConnectionContext(WorkerContext):
-    """The state of one connection that Hypercorn does not keep, but gives to every part of it. `closed` and `end` wake
-    its waits for the end of an idle connection and between two pings, so that the socket does not stay.
+    """Our state of one connection, which Hypercorn hands to every part of it. `closed` and `end` wake Hypercorn's waits
+    for the end of an idle connection and between two pings, so that the socket does not stay.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ConnectionContext(WorkerContext):
             app.get_loop().call_later(GONE_S, app.cancel)
 
     def client_gone(self) -> None:
-        """Note that the client has closed its end, and cancel app calls that go on: Hypercorn may not tell them."""
+        """Note that the client has closed its end, and cancel app calls that go on: Hypercorn may not tell the apps."""
         self._client_gone = True
         self.end.set_now()
         for app in self._apps:
@@ -149,7 +149,7 @@ class ConnectionContext(WorkerContext):
             task.cancel()
 
     async def ends_within(self, wait_s: float) -> bool:
-        """Wait. Return True if the client went by then, or a drain began."""
+        """Wait for `wait_s`. Return True if the client goes or a drain begins within that time."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.end.wait(), wait_s)
         return self.end.is_set()
@@ -204,7 +204,7 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
 
 
 class HypercornConnection(TCPServer):
-    """Hypercorn's connection. It limits the time for which a client may not read its end, and counts what is read."""
+    """Hypercorn's connection. It limits the time that a client has to read its end, and counts what is read from it."""
 
     def __init__(self, limits: HttpLimits, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -217,7 +217,7 @@ class HypercornConnection(TCPServer):
         try:
             await super().run()
         finally:
-            # Breaks reference cycles, also those of libraries: the collector may be long in coming (`FullLooks`).
+            # Breaks reference cycles, also those of libraries: the garbage collector may come late (`FullLooks`).
             context = context_of(self)
             http2, error = context.http2, self.reader.exception()
             if http2 is not None:
@@ -230,7 +230,7 @@ class HypercornConnection(TCPServer):
             del self.reader
 
     async def protocol_send(self, event: ConnectionEvent) -> None:
-        if self._is_read or not isinstance(event, Updated):  # else its tasks are ending: none may begin
+        if self._is_read or not isinstance(event, Updated):  # else its tasks end: none may begin
             await super().protocol_send(event)
 
     async def _read_data(self) -> None:
@@ -249,7 +249,7 @@ class HypercornConnection(TCPServer):
         await self.protocol.handle(Closed())
 
     async def wait_emptied(self) -> None:
-        """Wait until nothing is kept for the client. Raise ConnectionResetError if what was kept is lost."""
+        """Wait until the transport keeps nothing for the client. Raise ConnectionResetError if that is lost."""
         transport = self.writer.transport
         async with self.send_lock:  # after those that are writing
             if not transport.is_closing():
@@ -278,7 +278,7 @@ class HypercornConnection(TCPServer):
 
 
 class HypercornConnections:
-    """All connections of this process that Hypercorn serves. Each has its place from our HTTP/1.1 already."""
+    """All connections of this process that Hypercorn serves. Our HTTP/1.1 has given each its place already."""
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ class HypercornConnections:
         task = asyncio.current_task()
         assert task is not None
         context.add_app(task)
-        del task  # a cancelled one keeps its stack, which must not keep it
+        del task  # a cancelled task keeps its stack, and the stack must not keep the task
         self._connections.arrived += 1
         scope[ADMITTED] = context.admit
         if scope["type"] != "websocket":

@@ -1,7 +1,7 @@
 """Everything inside Hypercorn (and h2) that this service replaces, subclasses or relies on, and why.
 
 None of it is a public interface. So `RELIED_ON` names each member with a digest of its source in CHECKED_VERSIONS, and
-a test fails when one of them changes. Then read the change, and update the digest only if the reason still holds.
+a test fails when a source changes. Then read the change, and update the digest only if the reason still holds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Clients whose host has vanished: it lost its power or its network, and sends no reset.
 
 TCP by itself tries for a quarter of an hour. Meanwhile heartbeats, and jobs for a worker on that host, fit into the
-kernel's buffer, and each lease that ends is one more job dealt to nobody. The kernel knows better: data was sent, and
-for `vanished_ms` after that no acknowledgement came, not even the one that a client without room sends.
+kernel's buffer, and each lease that ends hands one more job to nobody. But the kernel knows that data was sent, and
+that no acknowledgement came for `vanished_ms`, not even the one that a client without room sends.
 
-Why not TCP_USER_TIMEOUT: with it (45 s, Linux 6.18), a reader with a small buffer that stalled for 3 s now and then was
-reset after 90 s each time, without it never. Its time seems to run on from one full window to the next.
+TCP_USER_TIMEOUT is no way out: with it (45 s, Linux 6.18) a reader with a small buffer that stalled for 3 s now and
+then was reset after 90 s each time, and never without it. Its time seems to run on from one full window to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from topics.core.clock import Clock
 CHECKED_PER_TURN: Final = 256
 """Connections checked in one turn of the event loop: some 0.3 ms."""
 CHECKS_PER_TIMEOUT: Final = 3
-"""Checks in `vanished_ms`, which begins with the first check that finds unacknowledged data."""
+"""Number of checks in `vanished_ms`, a time that begins with the first check that finds unacknowledged data."""
 _TCP_INFO: Final = struct.Struct("=24xI28xI")
 """The fields of `struct tcp_info` (linux/tcp.h): tcpi_unacked, in segments; tcpi_last_ack_recv, in ms."""
 
@@ -49,8 +49,8 @@ def unacknowledged_ms(end: socket.socket) -> int | None:
 
 
 class VanishedClients:
-    """Checks `connections` regularly, and aborts those whose clients have vanished. It keeps the monotonic ms since
-    which nothing of a connection's data was acknowledged: the kernel's last acknowledgement may be older than the data.
+    """Checks `connections` regularly, and aborts those whose clients have vanished. It notes for each connection since
+    which monotonic ms no data was acknowledged: the kernel's last acknowledgement may be older than the data.
     """
 
     def __init__(self, connections: Collection[TcpConnection], vanished_ms: int, clock: Clock) -> None:

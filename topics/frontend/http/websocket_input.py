@@ -31,8 +31,8 @@ class MessageTooLongError(Exception):
 
 
 class IncomingMessages:
-    """The messages of one client, made of the events of its frames. Owns the message that is not whole, which counts as
-    a body does: without room for it, it is dropped, and the app is told. Frames without content take from the budget.
+    """The messages of one client, made of the events of its frames. Owns the message that is not whole. That counts
+    like a body: without room it is dropped, and the app is told. Frames without content take from the budget.
     """
 
     def __init__(self, max_len: int, frames: FrameBudget) -> None:

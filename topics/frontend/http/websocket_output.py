@@ -23,7 +23,7 @@ class SocketStage(IntEnum):
 
 
 def text_frame(message: bytes) -> bytes:
-    """Return `message_frame`. The same message goes to many clients in turn: the last one is remembered."""
+    """Return `message_frame`, and remember the last one: the same message goes to many clients in turn."""
     global _last_frame
     if _last_frame[0] is not message:
         _last_frame = (message, message_frame(message))
