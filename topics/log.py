@@ -72,7 +72,7 @@ def _add_process(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 class SparseLines:
-    """Lines of one kind that requests can cause: one in `every_s`, which says how many were left out before it."""
+    """Log lines of one kind that requests can cause. One in `every_s` is written, and tells how many were left out."""
 
     def __init__(self, every_s: float, time_s: Callable[[], float]) -> None:
         self._every_s = every_s
@@ -81,7 +81,7 @@ class SparseLines:
         self._left_out = 0
 
     def left_out(self) -> int | None:
-        """Return how many were left out before the next line; None if that is left out, too."""
+        """Return how many lines were left out before this one; None if this one is left out, too."""
         now_s = self._time_s()
         if now_s < self._next_s:
             self._left_out += 1
@@ -92,7 +92,7 @@ class SparseLines:
 
 
 class _Stderr:
-    """Takes lines, and leaves out what stderr does not (its disk is full, its reader gone): no log ends a process."""
+    """Writes lines to stderr. A line that fails (a full disk, no reader any more) is lost, but ends no process."""
 
     def write(self, line: str) -> None:
         with suppress(OSError):

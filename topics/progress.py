@@ -18,7 +18,7 @@ def progress(
     unit: str, total: float | None = None, *, shown: bool = False, typed: bool = False, **style: Any
 ) -> tqdm[Any]:
     """Return a bar with rate and ETA for work on a terminal that lasts longer than a second. Elsewhere it is silent.
-    So is one beside output that is `shown` on a terminal, and one for input that somebody has `typed` there.
+    It is also silent beside output that is `shown` on a terminal, and for input that somebody has `typed` there.
     """
     at_terminal = typed and sys.stdin is not None and sys.stdin.isatty()
     quiet = not sys.stderr.isatty() or (shown and sys.stdout.isatty()) or at_terminal

@@ -212,7 +212,7 @@ _BUCKET_URL: Final = re.compile(r"(?:(?:s3|gs|az)://[A-Za-z0-9._-]+|file://)(?:/
 
 
 def _split(raw: object, like: re.Pattern[str]) -> tuple[str, ...]:
-    """Split a list of names, each `like` the pattern, or `*` alone."""
+    """Split a list of names that all match `like`, or of `*` alone. Raise ValueError."""
     names = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
     if names != ("*",) and not (names and all(map(like.fullmatch, names))):
         raise ValueError

@@ -47,7 +47,7 @@ PREFIX: Final = "TOPICS_"
 CLIENT_VARIABLES: Final = frozenset({"TOPICS_URL", "TOPICS_KEY_FILE"})
 """Variables of `topics write` and the other client commands; a shell that starts a service may have them set."""
 RING_BUDGET_BYTES: Final = 64 * MIB
-"""The size of all request rings together, as far as RING_DEFAULT_BYTES allows."""
+"""The size of all request rings together, as far as RING_DEFAULT_BYTES (least, most of one) allows it."""
 RING_DEFAULT_BYTES: Final = (1 * MIB, 4 * MIB)
 SHARDS_DEFAULT_MAX: Final = 8
 DAY_MS: Final = 86_400_000
@@ -55,7 +55,7 @@ TAKEOVER_MS_MIN: Final = 5_000
 KEYS_FILE_BYTES_MAX: Final = 1 << 20
 COMMAND_BYTES_MAX: Final = 2 * MIB
 WATCHED_TOPIC_BYTES: Final = 512
-"""A topic in a watch, and where it begins, take no more."""
+"""Most bytes of a watch's body that one topic takes, including where it begins."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,7 +194,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_command_bytes(self) -> int:
-        """The longest body without records; the longest watch fits. Decoded it takes up to 25 times as much."""
+        """The longest body without records. The longest watch fits. Decoded, a body takes up to 25 times its length."""
         return min(self.max_body_bytes, max(COMMAND_BYTES_MAX, WATCHED_TOPIC_BYTES * self.max_watch_topics))
 
     @property
@@ -208,8 +208,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.cold_dir or self.cold_url
 
     def masked(self) -> dict[str, Any]:
-        """Return the settings by name, fit for a log line: of keys only how many there are. People at a terminal get
-        those that are not as usual.
+        """Return the settings by name, fit for a log line: API keys are only counted, others masked. A console log gets
+        only settings that differ from their defaults.
         """
         shown = msgspec.structs.asdict(self)
         if self.log_format == "console":
@@ -297,7 +297,7 @@ def load(
             _take_port_of_host(given, values, port, problems)
 
     cpus = cpus or len(os.sched_getaffinity(0))
-    values.setdefault("data_dir", "")  # one was given that is refused
+    values.setdefault("data_dir", "")  # a directory was given, and refused
     values.setdefault("wal_shards", min(cpus, SHARDS_DEFAULT_MAX))
     values.setdefault("frontends", min(cpus, 64))
     values.setdefault("ring_bytes", default_ring_bytes(values["wal_shards"], values["frontends"]))
@@ -364,7 +364,7 @@ def _field(variable: str) -> str:
 
 
 def _known(given: dict[str, _GivenSetting], prefix: str, problems: list[str]) -> dict[str, _GivenSetting]:
-    """Return the settings that this version knows. Add a problem for each other, with the nearest known name."""
+    """Return the settings that this version knows. Add a problem for each other one, with the nearest known name."""
     known = {}
     for name, value in given.items():
         if name in VARIABLES:
@@ -406,7 +406,8 @@ def _take_port_of_host(given: dict[str, _GivenSetting], values: dict[str, Any], 
 
 
 def read_keys(settings: Settings, serial: int = 0) -> KeyRing:
-    """Return all valid keys: those of the settings, and those that the keys file has now. None: nobody authenticates.
+    """Return all valid keys: those of the settings, and those that the keys file has now. Without keys nobody has to
+    authenticate.
 
     `serial` becomes the ring's. Raise SettingsError when the file cannot be used, or repeats a key of TOPICS_API_KEYS.
     """

@@ -17,7 +17,7 @@ Paint = Callable[[str, str], str]
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser, like those of its verbs, that takes options as they are spelled: abbreviations change their sense."""
+    """A parser that takes only whole names of options, also for its verbs: an abbreviation may change its meaning."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -74,7 +74,7 @@ def table(rows: Sequence[Sequence[Cell]], paint: Paint = plain, *, text_columns:
 def arguments_of(
     parser: argparse.ArgumentParser,
 ) -> Iterator[tuple[argparse.Action, Mapping[str, argparse.ArgumentParser]]]:
-    """Yield each argument of a program, and the parsers of its verbs by name if it stands for them."""
+    """Yield each argument of a program, and, if the argument stands for verbs, their parsers by name."""
     for action in parser._actions:
         yield action, action.choices if isinstance(action, argparse._SubParsersAction) else {}
 

@@ -1,9 +1,9 @@
 """The types of answers. The client decodes answers into them. The OpenAPI document is made from them, and its tests
-hold every answer against them. Frontends write answers as JSON text, without these.
+check every answer against them. Frontends write answers as JSON text, without these types.
 
 - Clients ignore fields that they do not know (api §0.2), so an answer may have more.
 - A field with the default None is absent where it does not apply, and never `null`.
-- A field that holds one of some words is decoded as any text: a later service may have more words.
+- A field whose value is one of a few words is decoded as any text: a later service may have more words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ms = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def one_of(words: Any) -> msgspec.Meta:
-    """Return the mark that has the document list these words."""
+    """Return metadata that makes the OpenAPI document list these words."""
     return msgspec.Meta(extra_json_schema={"enum": sorted(get_args(words))})
 
 
@@ -39,9 +39,9 @@ class Performance(msgspec.Struct, frozen=True, kw_only=True):
     copies_pending: bool = False
     """True if the shard of a router's dest did not answer: records of its source may be missing."""
     archived_seq: Seq | None = None
-    """The last seq of the topic that was in the archive when the read began; None without one."""
+    """The last seq of the topic that was in the archive when the read began; None without an archive."""
     lag_ms: int | None = None
-    """The age that the state of a service that follows another one may have; None for one that leads."""
+    """The greatest age in ms that the state of a follower may have; None for a service that leads."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class Error(msgspec.Struct, frozen=True):
 
 
 class Health(Timed, frozen=True, kw_only=True):
-    """The process that was asked answers."""
+    """The process that was asked is alive."""
 
     status: Literal["ok"]
     version: str
@@ -94,7 +94,7 @@ class Ready(Timed, frozen=True, kw_only=True):
 
 
 class KeyRights(Timed, frozen=True, kw_only=True):
-    """The rights of a request's key. Without `keys` everybody may do everything; no `prefixes`: all names."""
+    """The rights of a key. `keys` is false if the service has none: nobody is limited. No prefixes: all names."""
 
     keys: bool
     scopes: list[str]
@@ -112,8 +112,8 @@ class PutTopicAnswer(TopicAnswer, frozen=True, kw_only=True):
 
 
 class QueueCounts(msgspec.Struct, frozen=True):
-    """The jobs of a queue: what a claim would get now, what is leased, what went to the dead letters so far, and what
-    waits for a time. A job behind another one of its `order_key` is in none of them.
+    """Numbers of a queue's jobs: those that a claim would get now, that are leased, that went to the dead letters so
+    far, and that wait for their time. A job that waits for another one with its `order_key` counts in none of them.
     """
 
     ready: int
@@ -124,7 +124,7 @@ class QueueCounts(msgspec.Struct, frozen=True):
 
 class TopicState(TopicAnswer, frozen=True, kw_only=True):
     """A topic as it is. `epoch` names this instance: a topic that is deleted and made again has another one. Records up
-    to `archived_seq` are in the archive; None without one.
+    to `archived_seq` are in the archive; None without an archive.
     """
 
     type: Annotated[str, one_of(Literal["log", "queue"])]
@@ -341,7 +341,7 @@ class DropStagesAnswer(TopicAnswer, frozen=True, kw_only=True):
 
 
 class CommitAnswer(Timed, frozen=True, kw_only=True):
-    """A batch of a sink; `duplicate`: it, or a later one (`last_batch`), had been committed before."""
+    """A batch of a sink. It is a `duplicate` if it, or a later one (`last_batch`), had been committed before."""
 
     sink: str
     batch: int

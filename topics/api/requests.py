@@ -20,8 +20,8 @@ Guarantee = Literal["at_least_once", "exactly_once"]
 Consistency = Literal["strictly_at_once", "at_least_once"]
 """The promise of a named cursor: nothing comes twice, or nothing is left out, whatever crashes."""
 State = Literal["waiting", "leased", "scheduled", "behind", "dead", "done"]
-"""The state of a job: a claim would get it; somebody has it; it waits for its time, or for another one of its
-`order_key`; it is being carried to or from the dead letters; it is acknowledged and stays.
+"""The state of a job. `waiting`: a claim would get it; `leased`: a consumer has it; `scheduled`: it waits for its time;
+`behind`: it waits for a job with its `order_key`; `dead`: it moves to or from the dead letters; `done`: acknowledged.
 """
 
 _KEY: Final = msgspec.Meta(extra_json_schema={"minLength": 1, "maxLength": 256})
@@ -63,9 +63,9 @@ class RecordBody(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class ProducerBody(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A fenced writer (api §2). `epoch` rises with each life of the writer and shuts out those before; `n` rises by one
-    with each write and may begin anywhere. Together they name the write, as an idempotency key would. With `begun` a
-    write of the epoch was answered: a service that knows none has lost it, and refuses this one.
+    """A fenced writer (api §2). `epoch` rises with each life of the writer, and shuts out earlier lives. `n` rises by
+    one with each write, and may begin anywhere. Together they name the write, like an idempotency key. `begun`: an
+    earlier write of the epoch was answered. A service that knows no such write has lost it, and refuses this one.
     """
 
     id: Annotated[str, _PRODUCER_ID]
@@ -203,7 +203,7 @@ class ClaimBody(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class JobsBody(msgspec.Struct, gc=False, omit_defaults=True):
-    """Jobs as a consumer names them; `lease_ids` fences each."""
+    """The jobs that a consumer names. With `lease_ids` (one for each) only these leases count."""
 
     node: str
     seqs: list[Count]
@@ -225,7 +225,7 @@ class RedriveBody(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class PeekBody(msgspec.Struct, gc=False, omit_defaults=True):
-    """`POST …/peek`. Without a `state`: in any but `done`."""
+    """`POST …/peek`. Without a `state` it shows jobs in any state but `done`."""
 
     state: State | None = None
     from_seq: Count = 0

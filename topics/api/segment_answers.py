@@ -37,8 +37,8 @@ class PinMade(msgspec.Struct, frozen=True):
 
 
 class Manifest(TopicAnswer, frozen=True, kw_only=True):
-    """Sealed segments of a topic. Records from `http_from_seq` on are in no sealed segment; those below `earliest_seq`
-    do not count, wherever they still are. `next_from_seq`: ask again from there for more; null: these are all.
+    """Sealed segments of a topic. Records from `http_from_seq` on are in no sealed segment. Those below `earliest_seq`
+    do not count, even if a file has them. `next_from_seq`: ask again from there for more; null: these are all.
     """
 
     epoch: str
