@@ -286,7 +286,7 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
 def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callable[[str], None]) -> list[str]:
     """Remove the objects of a removal, and call `gone` for each. Return the loans that keep some of them."""
     bases = [name for name in removal.names if _base_of(name)]
-    # Bases first, so that no restore begins with them any more. One that has begun needs the rest.
+    # Bases first, so that no restore begins with them any more. A restore that has begun needs the other objects.
     for names in (bases, [name for name in removal.names if not _base_of(name)]):
         if lent := _loans_of(archive, generation, removal):
             return lent

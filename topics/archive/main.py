@@ -27,7 +27,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
 
 STOP: Final = (signal.SIGTERM,)
-"""The process waits for this signal. A handler that sets an Event could hang: the code it interrupts may lock that."""
+"""The process waits for this signal. A handler that sets an Event could hang: interrupted code may hold its lock."""
 LAST_SHIP_S: Final = 2.0
 """Time in which a stop lets the last moment be shipped. A bucket that hangs must not hold up the stop."""
 REQUEST_MS: Final = 30_000

@@ -52,7 +52,7 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
 
 
 def require_there(archive: Archive, numbers: Sequence[int], fs: FileSystem, data_dir: str) -> None:
-    """Raise OSError if the archive has no generations (`numbers`) though this service has shipped there: disk away?"""
+    """Raise OSError if the archive has no generations (`numbers`) though this service has shipped there."""
     place = archive.store.place("")
     if not numbers and archive_place(fs, data_dir) == place:
         way_out = f"mount its disk, or, if that is lost for good, remove {note_path(data_dir, ARCHIVE_NAME)}"
