@@ -211,14 +211,19 @@ def test_a_backup_that_begins_an_archive_says_so(tmp_path: Path) -> None:
     assert told[1].stderr == ""
 
 
-def test_one_damaged_base_hides_nothing_else(tmp_path: Path) -> None:
-    """`topics archive list` named it and nothing else, and so did `prune`, without a way out."""
+def three_backups(tmp_path: Path) -> tuple[Path, list[Path]]:
+    """Return the place of an archive of three backups, and the files of its bases in their order."""
     place = tmp_path / "archive"
     with Service(shards=1) as service:
         for number in range(3):
             write(service.client, "orders", number)
             backup(service, place)
-    bases = sorted((place / "archive" / "g00000001.bases").iterdir())
+    return place, sorted((place / "archive" / "g00000001.bases").iterdir())
+
+
+def test_one_damaged_base_hides_nothing_else(tmp_path: Path) -> None:
+    """`topics archive list` named it and nothing else, and so did `prune`, without a way out."""
+    place, bases = three_backups(tmp_path)
     bases[1].write_bytes(bases[1].read_bytes()[:-1])
     listed = subprocess.run([COMMAND, "archive", "list", place, "--json"], capture_output=True, check=False)
     shown = json.loads(listed.stdout)["generations"]
@@ -233,18 +238,14 @@ def test_one_damaged_base_hides_nothing_else(tmp_path: Path) -> None:
 
 def test_all_that_is_damaged_is_told_beside_what_is_there(tmp_path: Path) -> None:
     """`list` named one base of those, and `prune` said nothing of what it had removed."""
-    place = tmp_path / "archive"
-    with Service(shards=1) as service:
-        for number in range(3):
-            write(service.client, "orders", number)
-            backup(service, place)
-    first, second, last = sorted((place / "archive" / "g00000001.bases").iterdir())
+    place, (first, second, last) = three_backups(tmp_path)
     end = max((place / "archive" / "g00000001.pieces").iterdir())
     for path in (first, second, end):
         path.write_bytes(path.read_bytes()[:-1])
     listed = subprocess.run([COMMAND, "archive", "list", place], capture_output=True, text=True, check=False)
     assert listed.returncode == 1
-    assert [str(path) in line for path, line in zip((first, second, end), listed.stderr.splitlines(), strict=True)]
+    lines = listed.stderr.splitlines()
+    assert all(str(path) in line for path, line in zip((first, second, end), lines, strict=True)), lines
     assert " to a damaged piece (" in listed.stdout
     assert f"base {int(last.name)} " in listed.stdout
     prune = [str(COMMAND), "archive", "prune", str(place), "--keep", "0"]

@@ -21,7 +21,7 @@ from tests.archive.test_following import following, follows, leading, promoted
 from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
-from topics.api.answers import TombstoneAnswer
+from topics.api.answers import Record, TombstoneAnswer
 from topics.client import AsyncClient, Client, ClientError, Retry
 from topics.client.errors import ApiError, ConflictError, UnreachableError
 from topics.client.http import ServiceAddress
@@ -329,7 +329,9 @@ def test_an_address_that_does_not_answer_is_not_the_last_one(
                 found: list[Any] = [one.append(topic, [1]).first_seq]
                 found.append(two.diff(topic, wait_ms=100).records[0].data)
                 with closing(three.follow(topic)) as frames:
-                    found.append(next(frames)[1].seq)  # type: ignore[union-attr]
+                    _, record = next(frames)
+                    assert isinstance(record, Record)
+                    found.append(record.seq)
                 with one.producer(topic) as producer:
                     found.append(producer.send(2).result(60))
                 one.append(f"{topic}.q", ["job"])
@@ -342,7 +344,9 @@ def test_an_address_that_does_not_answer_is_not_the_last_one(
                 found: list[Any] = [(await one.append(topic, [1])).first_seq]
                 found.append((await two.diff(topic, wait_ms=100)).records[0].data)
                 async with aclosing(three.follow(topic)) as frames:
-                    found.append((await anext(frames))[1].seq)  # type: ignore[union-attr]
+                    _, record = await anext(frames)
+                    assert isinstance(record, Record)
+                    found.append(record.seq)
                 async with AsyncClient(urls) as four, four.producer(topic) as producer:
                     found.append(await (await producer.send(2)))
                 await one.append(f"{topic}.q", ["job"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from h2.errors import ErrorCodes
@@ -51,6 +52,15 @@ def stuck(server: Server, streams: Streams, path: str = "/ws") -> int:
     stream = opened(streams, path)
     assert streams.fill(stream, MESSAGE, lambda: server.app.taken) > WINDOW_BYTES // len(MESSAGE) // 2
     return stream
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
 
 
 def kept_bytes() -> int:
@@ -119,8 +129,7 @@ def test_nothing_is_kept_of_what_comes_for_one_that_is_closed(server: Server, pa
     websockets = 20
     with server.client() as client:
         streams = Streams(client.socket)
-        tracemalloc.start()
-        try:
+        with traced():
             for _ in range(websockets):
                 stream = streams.open_websocket(path, behind=b"" if path == "/deaf" else MESSAGE)
                 while stream not in streams.answered:
@@ -133,8 +142,6 @@ def test_nothing_is_kept_of_what_comes_for_one_that_is_closed(server: Server, pa
             for _ in range(2):
                 streams.settle()
             assert kept_bytes() < websockets * len(MESSAGE) * 10
-        finally:
-            tracemalloc.stop()
         assert is_served(streams)
         server.call(server.app.go.set)
 
@@ -143,8 +150,7 @@ def test_what_waits_for_its_app_is_kept_once(server: Server) -> None:
     websockets = 10
     with server.client() as client:
         streams = Streams(client.socket)
-        tracemalloc.start()
-        try:
+        with traced():
             for _ in range(websockets):
                 stream = opened(streams, "/deaf")
                 with server.held():  # so that it comes at once
@@ -152,8 +158,6 @@ def test_what_waits_for_its_app_is_kept_once(server: Server) -> None:
                 for _ in range(2):
                     streams.settle()
             assert kept_bytes() < websockets * WINDOW_BYTES * 1.3
-        finally:
-            tracemalloc.stop()
         server.call(server.app.go.set)
 
 

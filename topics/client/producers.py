@@ -351,7 +351,8 @@ class Producer(_Production):
     ) -> None:
         lock = threading.RLock()
         super().__init__(client, topic, name, options, Future, (_ThreadSignal(lock), _ThreadSignal(lock)))
-        self._lock, self._is_inside = lock, lock._is_owned  # type: ignore[attr-defined]
+        self._lock = lock
+        self._is_inside = lock._is_owned  # type: ignore[attr-defined]  # as `threading.Condition` asks its lock
         self._own = connect(sleep=self._pause)
         self._ended = threading.Event()
         finish(self._placing.begin(client))

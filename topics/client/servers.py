@@ -30,9 +30,8 @@ class Servers:
     def __init__(self, every: Sequence[Server]) -> None:
         self.every = every
         self.current = every[0]
-        self.have_led = (
-            False  # True once a server has carried out a write: a later `not_leader` may mean that the leader moves
-        )
+        self.have_led = False
+        """True once a server has carried out a write: a later `not_leader` may mean that the leader moves."""
         self._left: list[Server] = []
         """Addresses that failed in this round, which ends when all have: a follower may name a leader that is dead."""
 

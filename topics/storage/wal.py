@@ -64,7 +64,7 @@ def room_left_bytes(fs: FileSystem, directory: str, cut_bytes: Callable[[], int]
     """Return the room for new records: the free bytes less RESERVE_BYTES and the bytes that a cut needs. Negative means
     that new records have to wait.
 
-    As long as records leave this much free, a cut succeeds, and then files of deleted records can be removed.
+    A cut succeeds as long as records leave this much free. Then the compactor can remove files of deleted records.
     """
     return room_beside_bytes(fs, directory, RESERVE_BYTES + cut_bytes())
 
