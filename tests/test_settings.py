@@ -247,6 +247,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
         ('api_keys = ["k"]', "{file}: api_keys: must be text: key[:scopes[:prefixes]],…"),
         ("accept_data_loss = true", "{file}: accept_data_loss: may be given only as the flag --accept-data-loss"),
         ("port = ", "TOPICS_CONFIG={file}: is not TOML: "),
+        ("port = " + "9" * 5000, "TOPICS_CONFIG={file}: is not TOML: "),
         ('config = "other.toml"', "{file}: config: a settings file cannot name another one"),
     ],
 )

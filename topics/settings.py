@@ -387,7 +387,7 @@ def _read_toml(config: _GivenSetting, problems: list[str]) -> dict[str, _GivenSe
     except OSError as error:
         problems.append(f"{config.place}={path}: cannot be read: {error.strerror}")
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no UTF-8, or a number of 5,000 digits
         problems.append(f"{config.place}={path}: is not TOML: {error}")
         return {}
     if "config" in table:

@@ -16,6 +16,8 @@ from topics.terminal import arguments_of
 
 ROOT = Path(__file__).parents[2]
 COMMAND_LINE = re.compile(r"\btopics(?:-supervisor)? [a-z][^`|#\n]*(?:\\\n[^`|#\n]*)*")
+DIGITS = "9" * 5000
+SHOWN = "9" * 120
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -76,3 +78,23 @@ def test_the_pages_abbreviate_no_option() -> None:
                 seen += 1
                 assert not (cut := set(OPTION.findall(line)) - known), (page, line, cut)
     assert seen > 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["read", "t", "--from", DIGITS], f"'{SHOWN}' is not a whole number from 0, or is too long"),
+        (["read", "t", "--limit", DIGITS], f"'{SHOWN}' is not a whole number from 1, or is too long"),
+        (["read", "t", "--from-ts", DIGITS], f"'{SHOWN}' is not a whole number from 0, or is too long"),
+        (["queue", "t", "ack", f"{DIGITS}:lease_1"], f"'{SHOWN}' is not a whole number from 0, or is too long"),
+        (["restore", "a", "--data-dir", "b", "--to-seq", f"t={DIGITS}"], f"'{SHOWN}' is not a whole number from 1"),
+        (["archive", "prune", "a", "--keep", f"{DIGITS}d"], "is no duration: write 7d"),
+        (["write", "t", "--config", '{"ttl": 1}'], 'is no configuration like {"type": "queue"}: a topic\'s '),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python refuses to convert so many digits, and the error named the function that had tried."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err

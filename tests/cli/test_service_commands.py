@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cli.shell import DEADLINE_S, Shell, values
-from tests.harness import Service, clean_environment
+from tests.harness import Service, clean_environment, poll
 from topics.cli.apply import Declaration, deployed
 from topics.client import Client, NotFoundError
 from topics.client.calls import Call
@@ -116,6 +116,20 @@ def test_what_is_not_kept_any_more_is_no_lag(shell: Shell, topics: Client, topic
     assert [one["lag"] for one in shown["topics"]] == [10]
 
 
+def test_a_router_has_one_lag_in_all_commands(shell: Shell, topics: Client, topic: str) -> None:
+    """It copies what its source has evicted from the log, or makes a gap of it: `topics lag` left that out."""
+    source, dest = f"{topic}.log", f"{topic}.copy"
+    topics.put_topic(source, cap_records=1)
+    topics.put_topic(dest, cap_records=1, discard="reject")
+    topics.put_router(f"{topic}>copy", source, dest)
+    topics.append(source, range(1))
+    poll("the copy", lambda: topics.get_topic(dest).count)
+    topics.append(source, range(5))
+    (listed,) = values(shell.ok("router", "list", topic, "--json"))
+    (found,) = values(shell.ok("lag", topic, "--json"))
+    assert (listed["lag"], found["lag"]) == (5, 5)
+
+
 @pytest.mark.parametrize(
     "command", [["read"], ["tail"], ["delete", "--topic", "--yes"], ["create"], ["queue", "claim"], ["cursor", "list"]]
 )
@@ -161,6 +175,9 @@ dest = "{topic}.copy"
         declared.write_text(wrong)
         assert shell.run(*file).returncode == 2
     assert shell.run("apply", "-f", str(tmp_path / "none")).returncode == 2
+    declared.write_text(f"[topics.t]\nttl_ms = {'9' * 5000}")
+    refused = shell.run("apply", "-f", str(declared))
+    assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
 
 
 @pytest.mark.parametrize("wrong", ["from_seq = -1", "persist_every = 0", "from_seq = 1\ntail = true"])

@@ -95,6 +95,26 @@ def script() -> Iterator[Callable[..., Script]]:
         one.close()
 
 
+Resolve = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def two_addresses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have `localhost` be an address of which nobody listens to the port, and then 127.0.0.1."""
+    resolve: Resolve = socket.getaddrinfo
+
+    def begin(first: str) -> None:
+        def found(host: object, port: Any, *rest: Any, **options: Any) -> list[Any]:
+            both = ((first, port), ("127.0.0.1", port))
+            if host != "localhost":
+                return resolve(host, port, *rest, **options)
+            return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", place) for place in both]
+
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+
+    return begin
+
+
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -347,3 +367,59 @@ def test_an_authority_of_ones_own_is_trusted_and_no_other(script: Callable[..., 
     assert len(service.connections) == 2
     with Client(url, retry=NO_REPEAT) as client, pytest.raises(ClientError, match="certificate"):
         client.delete_topic("t")
+
+
+def test_the_next_address_of_a_host_name_is_tried_when_one_is_dead(
+    script: Callable[..., Script], kind: tuple[Run, Any], two_addresses: Callable[[str], None]
+) -> None:
+    run, link = kind
+    service = script(OK)
+    two_addresses("127.0.0.2")
+
+    async def body() -> None:
+        links = LinkPool(partial(link.connect, ServiceAddress(f"http://localhost:{service.port}", None, None)))
+        assert (await links.ask(REQUEST)).take_body() == b"{}"
+        links.close()
+
+    run(body())
+
+
+def test_an_address_that_hangs_does_not_use_up_the_time_for_the_next(
+    script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch, two_addresses: Callable[[str], None]
+) -> None:
+    """asyncio tried them one after the other, and all of them had one time-out: the second was never asked."""
+    service = script(OK)
+    two_addresses("127.0.0.2")
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        connect, hung = loop.sock_connect, asyncio.Event()
+
+        async def hang(one: socket.socket, place: Any) -> None:
+            if place[0] == "127.0.0.2":
+                hung.set()
+                await asyncio.Event().wait()
+            await connect(one, place)
+
+        monkeypatch.setattr(loop, "sock_connect", hang)
+        links = LinkPool(partial(AsyncLink.connect, ServiceAddress(f"http://localhost:{service.port}", None, None)))
+        assert (await links.ask(REQUEST)).take_body() == b"{}"
+        assert hung.is_set()
+        links.close()
+
+    asyncio.run(body())
+
+
+def test_a_loop_that_tries_addresses_by_itself_is_not_told_how(
+    script: Callable[..., Script], two_addresses: Callable[[str], None]
+) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    service = script(OK)
+    two_addresses("127.0.0.2")
+
+    async def body() -> None:
+        links = links_to(service, AsyncLink)
+        assert (await links.ask(REQUEST)).take_body() == b"{}"
+        links.close()
+
+    uvloop.run(body())

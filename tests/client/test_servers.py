@@ -22,11 +22,11 @@ from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
 from topics.api.answers import Record, TombstoneAnswer
-from topics.client import AsyncClient, Client, ClientError, Retry
+from topics.client import AsyncClient, Client, ClientError, Retry, calls
 from topics.client.errors import ApiError, ConflictError, UnreachableError
 from topics.client.http import ServiceAddress
 from topics.client.links import Link, LinkPool
-from topics.client.servers import Server, Servers, make_servers, split_urls
+from topics.client.servers import GIVEN_UP_MAX, Server, Servers, make_servers, split_urls
 
 
 class _Pool(LinkPool):
@@ -71,6 +71,46 @@ def test_followers_that_name_a_dead_leader_do_not_keep_a_client_from_the_new_one
     assert asked == ["http://b", "http://c"]
     servers.move_on(servers.current)
     assert servers.current.address.url == "http://dead", "all have failed: a new round"
+
+
+def test_callers_with_little_time_leave_an_address_that_hangs() -> None:
+    """Each gave up before the client had waited long enough to move on, so it asked that address for ever."""
+    hung = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0))
+    url, hung_url = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, hung))
+    body = b'{"status":"ok","version":"1","uptime_ms":1,"performance":{"server_total_ms":1}}'
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                connection.sendall(answer)
+
+    async def run() -> None:
+        async with AsyncClient([hung_url, url]) as client:
+            for _ in range(GIVEN_UP_MAX):
+                asking = asyncio.create_task(client.call(calls.health()))
+                connection, _ = await asyncio.to_thread(hung.accept)  # so the request was on its way
+                with connection:
+                    asking.cancel()
+                    await asyncio.gather(asking, return_exceptions=True)
+            assert (await client.call(calls.health())).version == "1"
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with hung, listener:
+        asyncio.run(run())
+    thread.join()
+
+
+def test_an_address_that_answers_in_between_is_kept() -> None:
+    servers = _servers("http://a", "http://b")
+    for _ in range(GIVEN_UP_MAX):
+        for _ in range(GIVEN_UP_MAX - 1):
+            servers.give_up(servers.current)
+        servers.given_up = 0
+    assert servers.current.address.url == "http://a"
 
 
 def test_urls_are_a_text_or_a_list() -> None:

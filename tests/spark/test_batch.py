@@ -360,6 +360,7 @@ def test_the_schema_of_a_frame_can_be_given_again(
         ({"subscribe": "a", "startingOffsets": "first"}, "startingOffsets='first' must be earliest, latest or JSON"),
         ({"subscribe": "a", "startingOffsets": '{"a": 1.5}'}, "1.5 is not a position"),
         ({"subscribe": "a", "minPartitions": "0"}, "minPartitions='0' must be an integer of at least 1"),
+        ({"subscribe": "a", "minPartitions": "9" * 5000}, "' must be an integer of at least 1"),
         ({"subscribe": "a", "failOnDataLoss": "yes"}, "failOnDataLoss='yes' must be true or false"),
         (
             {"subscribe": "a", "failOnDataLoss": "true", "tombstones": "rows"},

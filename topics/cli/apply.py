@@ -94,7 +94,7 @@ def _apply(client: Client, options: argparse.Namespace) -> int:
             manifest = msgspec.toml.decode(file.read(), type=Declaration)
     except OSError as error:
         raise UsageError(f"file {options.file}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError) as error:  # such as a number of 5,000 digits
         raise UsageError(f"file {options.file}: {error}; docs/commands.md shows one that is right") from None
     return carry_out(client, "apply", manifest, options)
 

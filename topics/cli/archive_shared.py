@@ -30,7 +30,7 @@ CODES: Final = """exit codes:
   4  not now: the service starts, stops or recovers, or the store does not answer; nothing was lost, try again"""
 PLACE: Final = "a directory, or the URL of a bucket: s3://bucket/prefix, gs://…, az://…, file:///…"
 _FAILURES: Final = (ArchiveDamagedError, OtherShipperError, DataDirLocked, RefusedLog, UnknownSnapshotVersion, EOFError)
-_DURATION: Final = re.compile(r"0+|(\d+)(ms|s|m|h|d)")
+_DURATION: Final = re.compile(r"0+|(\d{1,15})(ms|s|m|h|d)")
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 Work = Callable[[argparse.Namespace], int]

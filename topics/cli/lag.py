@@ -24,7 +24,7 @@ _EXAMPLES: Final = """  topics lag
 class Reader(msgspec.Struct, frozen=True):
     """A reader of a topic: a named cursor, a router, or the workers of a queue.
 
-    `lag` counts seqs that are kept, of a queue its ready jobs. `leased` are jobs in somebody's hands.
+    `lag` of a cursor counts seqs that are kept, of a queue ready jobs. `leased` are jobs in somebody's hands.
     """
 
     kind: str
@@ -71,8 +71,7 @@ def readers(client: Client, prefix: str) -> Iterator[Reader]:
     by_name = {topic.topic: topic for topic in topics}
     for router in client.list_routers():
         if (source := by_name.get(router.source)) is not None and router.lag is not None:
-            lag = behind(source, source.head_seq - router.lag)
-            yield Reader("router", source.topic, router.router, lag, source.head_seq)
+            yield Reader("router", source.topic, router.router, router.lag, source.head_seq)
 
     def cursors(topic: TopicEntry) -> list[CursorState]:
         try:

@@ -84,7 +84,7 @@ def counted_pages(pages: Iterable[Page], limit: int | None, *, shown: bool = Tru
 def timestamp_ms(text: str) -> int:
     """Parse an argument: ms since the epoch, or a time of ISO 8601, in UTC without an offset."""
     if text.isdecimal():
-        return int(text)
+        return shared.whole(text)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

@@ -16,6 +16,7 @@ from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, WantedMoment, plan, reserved
 from topics.cli.archive_shared import PLACE, fill_command, mebibytes, place, show
 from topics.cli.read import timestamp_ms
+from topics.cli.shared import positive
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
@@ -58,9 +59,9 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def _topic_seq(text: str) -> tuple[str, int]:
     topic, _, seq = text.rpartition("=")
-    if not topic or not seq.isdecimal() or not int(seq):
+    if not topic or not seq.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no TOPIC=N: write for example orders=1200")
-    return topic, int(seq)
+    return topic, positive(seq)
 
 
 def _give_up(number: int, _: object) -> None:

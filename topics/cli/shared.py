@@ -33,6 +33,7 @@ EXIT_REFUSED: Final = 1
 EXIT_UNREACHABLE: Final = 3
 EXIT_GAP: Final = 5
 EXIT_FOUND: Final = 6
+SHOWN_MAX_CHARS: Final = 120
 _CODES: Final = """exit codes:
   0    done
   1    refused by the service (the message has its code), or by you when asked
@@ -168,10 +169,11 @@ def not_negative(text: str) -> float:
 
 
 def whole(text: str, least: int = 0) -> int:
-    """Parse an argument: an integer from `least`."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
-    return int(text)
+    """Parse an argument: an integer from `least`. Python converts no more than 4,300 digits."""
+    with suppress(ValueError):
+        if text.isdecimal() and (value := int(text)) >= least:
+            return value
+    raise argparse.ArgumentTypeError(f"{text[:SHOWN_MAX_CHARS]!r} is not a whole number from {least}, or is too long")
 
 
 positive: Final = partial(whole, least=1)
@@ -268,7 +270,6 @@ class RecordPrinter:
 READ_MAX_BYTES: Final = 1 << 20
 LINE_MAX_BYTES: Final = 64 << 20
 """The service's limit for a whole request. Longer input without a line break is refused before it fills the memory."""
-SHOWN_MAX_CHARS: Final = 120
 
 
 class BadLineError(UsageError):

@@ -10,7 +10,7 @@ import msgspec
 
 from topics.cli import shared
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
-from topics.client import ApiError, Client, ClientError, NewRecord
+from topics.client import ApiError, Client, ClientError, NewRecord, calls
 from topics.progress import progress, stdin_bytes
 
 BATCH_MAX_BYTES: Final = 1 << 20
@@ -213,6 +213,8 @@ def key_of(record: NewRecord, field: str, line: int) -> str:
 
 def config_object(text: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object like {{"type": "queue"}} ({error})') from None
+        config = msgspec.json.decode(text, type=dict[str, Any])
+        calls.encode_config(config)
+        return config
+    except (msgspec.DecodeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f'{text!r} is no configuration like {{"type": "queue"}}: {error}') from None

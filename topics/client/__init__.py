@@ -37,52 +37,13 @@ from topics.client.seen import SeenJobs
 from topics.client.shift import Backoff
 from topics.client.walks import Item, TopicGone
 
-__all__ = [
-    "ApiError",
-    "Appended",
-    "AsyncClient",
-    "AsyncCursor",
-    "AsyncJob",
-    "AsyncProducer",
-    "AsyncQueue",
-    "AsyncSentRecord",
-    "Backoff",
-    "Claimed",
-    "ClaimedJob",
-    "Client",
-    "ClientError",
-    "ConflictError",
-    "Cursor",
-    "CursorMade",
-    "CursorPage",
-    "CursorState",
-    "GapError",
-    "InvalidRequestError",
-    "Item",
-    "Job",
-    "LeaseLostError",
-    "NewRecord",
-    "NotAllowedError",
-    "NotFiniteError",
-    "NotFoundError",
-    "Page",
-    "Peeked",
-    "PeekedJob",
-    "Producer",
-    "ProducerLimits",
-    "ProducerOptions",
-    "Queue",
-    "Record",
-    "RecordProducer",
-    "Retry",
-    "SeenJobs",
-    "SentRecord",
-    "ServiceBusyError",
-    "ServiceFaultError",
-    "Tombstone",
-    "TopicEntry",
-    "TopicFullError",
-    "TopicGone",
-    "TopicState",
-    "UnreachableError",
-]
+__all__ = ["AsyncClient", "Client", "Retry"]
+__all__ += ["Appended", "AsyncProducer", "AsyncSentRecord", "NewRecord", "Producer", "ProducerLimits"]
+__all__ += ["ProducerOptions", "RecordProducer", "SentRecord"]
+__all__ += ["AsyncCursor", "Cursor", "CursorMade", "CursorPage", "CursorState", "Item", "Page", "Record", "Tombstone"]
+__all__ += ["TopicEntry", "TopicGone", "TopicState"]
+__all__ += ["AsyncJob", "AsyncQueue", "Backoff", "Claimed", "ClaimedJob", "Job", "Peeked", "PeekedJob", "Queue"]
+__all__ += ["SeenJobs"]
+__all__ += ["ApiError", "ClientError", "ConflictError", "GapError", "InvalidRequestError", "LeaseLostError"]
+__all__ += ["NotAllowedError", "NotFiniteError", "NotFoundError", "ServiceBusyError", "ServiceFaultError"]
+__all__ += ["TopicFullError", "UnreachableError"]

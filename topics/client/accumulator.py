@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from topics.api.requests import NewRecord
+from topics.client.arguments import Numbers
 from topics.client.calls import encode_body
 
 RECORD_OVERHEAD_BYTES: Final = 96
@@ -28,7 +29,7 @@ _DATA_AT: Final = len(b'{"data":')
 _encode = msgspec.json.Encoder().encode
 
 
-class ProducerLimits(msgspec.Struct, frozen=True):
+class ProducerLimits(Numbers, frozen=True):
     """A batch is sent when it has so many records or bytes, or when its first record is `linger_ms` old. `send` waits
     while records without an answer hold more than `memory_bytes`.
 

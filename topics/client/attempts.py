@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from topics.api.answers import Error
+from topics.client.arguments import Numbers
 from topics.client.errors import ApiError, ClientError, ServiceBusyError, ServiceFaultError, UnreachableError, api_error
 from topics.client.http import NotSentError
 
@@ -31,7 +32,7 @@ PASSES_BY_WAITING = frozenset(
 """Limits on requests and connections in progress. These end by themselves, so waiting helps."""
 
 
-class Retry(msgspec.Struct, frozen=True):
+class Retry(Numbers, frozen=True):
     """The time for repeats of a request, and the pauses between them: doubled from the first to the longest, each drawn
     from its upper half, but never shorter than `Retry-After`.
 

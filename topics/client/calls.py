@@ -14,6 +14,7 @@ import msgspec
 
 from topics.api import answers, requests, segment_answers
 from topics.api.requests import Consistency, NewRecord, ProducerBody, State
+from topics.client.arguments import require, require_known
 from topics.client.errors import ClientError, NotFiniteError, ServiceFaultError
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ T_co = TypeVar("T_co", covariant=True)
 PAGE_SIZE: Final = 1000
 """The most entries that a page of a list may have (api §0.8)."""
 DIFF_MAX_BYTES: Final = 8 << 20
+CONFIG_FIELDS: Final = requests.GivenConfig.__struct_fields__
 _encode_json = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 _NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
@@ -78,11 +80,15 @@ class LeasedJob(Protocol):
     def lease_id(self) -> str: ...
 
 
-@lru_cache(maxsize=1024)
 def path_of(*parts: str) -> str:
     """Return the path `/v0/…` of these parts, quoted. ClientError for a name that is empty or no text."""
     if not all(isinstance(part, str) and part for part in parts):
         raise ClientError(f"{parts!r}: a name in this path is empty or no text: give one like 'orders'")
+    return _quoted(*parts)
+
+
+@lru_cache(maxsize=1024)
+def _quoted(*parts: str) -> str:
     return "/".join(["/v0", *(quote(part, safe="") for part in parts)])
 
 
@@ -158,6 +164,7 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 def put_topic(topic: str, **config: Any) -> Call[answers.PutTopicAnswer]:
     """Create a topic or replace its configuration; fields that are not given go to their defaults."""
+    require_known("a topic's configuration", config, CONFIG_FIELDS)
     return _call("PUT", answers.PutTopicAnswer, "topics", topic, body=config)
 
 
@@ -212,6 +219,7 @@ def metrics() -> Call[dict[str, Any]]:
 
 def put_router(router: str, source: str, dest: str, **options: Any) -> Call[answers.PutRouterAnswer]:
     """Make the router or replace it; options that are not given go to their defaults."""
+    require_known("a router", options, requests.GivenRouter.__struct_fields__)
     body = requests.GivenRouter(source, dest, **options)
     return _call("PUT", answers.PutRouterAnswer, "routers", router, body=body)
 
@@ -262,11 +270,20 @@ def append(
         node=node,
         idempotency_key=idempotency_key,
         create=create,
-        config=msgspec.UNSET if config is None else msgspec.Raw(encode_body(config)),
+        config=encode_config(config),
         if_head_seq=if_head_seq,
         producer=producer,
     )
     return _call("POST", answers.AppendAnswer, "topics", topic, body=body, query="return_seqs=false")
+
+
+def encode_config(config: Mapping[str, Any] | None) -> requests.Optional:
+    """Return the configuration that a write brings for the topic which it may create."""
+    if config is None:
+        return msgspec.UNSET
+    require(isinstance(config, Mapping), "config", config, "a dict like {'ttl_ms': 60000}")
+    require_known("a topic's configuration", config, CONFIG_FIELDS)
+    return msgspec.Raw(encode_body(config))
 
 
 def append_encoded(topic: str, records: bytes, body: requests.AppendBody) -> Call[answers.AppendAnswer]:
@@ -310,6 +327,7 @@ def watch(
     positions: Mapping[str, int], options: Mapping[str, Any], *, lenient: bool = False
 ) -> Call[answers.WatchAnswer]:
     """Make a watch session over topics, each from behind its seq (api §7); `lenient` leaves out those that are gone."""
+    require_known("a watch session", options, {*requests.WatchBody.__struct_fields__} - {"topics"})
     body = {"topics": {name: {"from_seq": seq} for name, seq in positions.items()}, **options}
     return _call("POST", answers.WatchAnswer, "watch", body=body, query={"lenient": "true"} if lenient else {})
 

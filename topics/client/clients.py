@@ -14,6 +14,7 @@ from typing import Any, Final, Self, TypeVar, Unpack, overload
 from urllib.parse import urlencode
 
 from topics.api.answers import Record
+from topics.client.arguments import require
 from topics.client.attempts import NOT_LEADER, RETRY, THROTTLED, UNKNOWN, Attempts, Retry, describe, error_of
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
@@ -42,6 +43,7 @@ class Connection(Commands):
         self, servers: tuple[Servers, Servers], retry: Retry, pause: Callable[[float], Awaitable[None]]
     ) -> None:
         """`servers` are (the servers for requests that change anything, those for requests that only read)."""
+        require(isinstance(retry, Retry), "retry", retry, "a Retry, like Retry(total_s=60.0)")
         self._writes, self._reads = servers
         self._retry = retry
         self._pause = pause
@@ -65,7 +67,13 @@ class Connection(Commands):
                 async with self._turn(call.waits):
                     server = servers.current  # not before: while this one waited, others may have moved on
                     request = server.address.request(call.method, call.target, call.body, headers)
-                    answer = await server.links.ask(request)
+                    try:
+                        answer = await server.links.ask(request)
+                    except asyncio.CancelledError:
+                        if not call.waits:
+                            servers.give_up(server)
+                        raise
+                    servers.given_up = 0
             except TransportError as error:
                 trouble = describe(error)
                 servers.move_on(server)

@@ -17,6 +17,8 @@ from topics.client.walks import Item, Raised, Tombstones, Walk
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+RecordsT = TypeVar("RecordsT", covariant=True)
+ItemsT = TypeVar("ItemsT", covariant=True)
 
 
 class Caller(Protocol):
@@ -55,39 +57,28 @@ class WalkCommand(Protocol[P, T_co]):
     def __get__(self, owner: AsyncCaller, kind: type | None = None, /) -> Callable[P, AsyncIterator[T_co]]: ...
 
 
-class Read(Protocol):
-    """`read` in the calling thread. It yields only records if gaps are raised, else also tombstones."""
+class Read(Protocol[RecordsT, ItemsT]):
+    """`read`, which yields only records if gaps are raised, else also tombstones."""
 
     @overload
     def __call__(
         self, topic: str, from_seq: int = 0, *, tombstones: Raised = "raise", wait: bool = False, **options: Any
-    ) -> Iterator[Record]: ...
+    ) -> RecordsT: ...
     @overload
     def __call__(
         self, topic: str, from_seq: int = 0, *, tombstones: Tombstones, wait: bool = False, **options: Any
-    ) -> Iterator[Item]: ...
-
-
-class AsyncRead(Protocol):
-    """`read` on an event loop; otherwise like `Read`."""
-
-    @overload
-    def __call__(
-        self, topic: str, from_seq: int = 0, *, tombstones: Raised = "raise", wait: bool = False, **options: Any
-    ) -> AsyncIterator[Record]: ...
-    @overload
-    def __call__(
-        self, topic: str, from_seq: int = 0, *, tombstones: Tombstones, wait: bool = False, **options: Any
-    ) -> AsyncIterator[Item]: ...
+    ) -> ItemsT: ...
 
 
 class ReadCommand(Protocol):
     """The method `read`, whose items depend on its arguments."""
 
     @overload
-    def __get__(self, owner: Caller, kind: type | None = None, /) -> Read: ...
+    def __get__(self, owner: Caller, kind: type | None = None, /) -> Read[Iterator[Record], Iterator[Item]]: ...
     @overload
-    def __get__(self, owner: AsyncCaller, kind: type | None = None, /) -> AsyncRead: ...
+    def __get__(
+        self, owner: AsyncCaller, kind: type | None = None, /
+    ) -> Read[AsyncIterator[Record], AsyncIterator[Item]]: ...
 
 
 def command(build: Callable[P, Call[T]]) -> Command[P, T]:

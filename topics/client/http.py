@@ -60,8 +60,8 @@ class ServiceAddress:
         self.tls = (tls or ssl.create_default_context()) if parsed.scheme == "https" else None
         head = f"Host: {place}\r\nAccept-Encoding: identity\r\n"
         if token is not None:
-            if not _fits(token, " "):
-                raise ClientError("the token has characters that a header of HTTP cannot have")
+            if not (isinstance(token, str) and _fits(token, " ")):
+                raise ClientError("the token is no text, or has characters that a header of HTTP cannot have")
             head += f"Authorization: Bearer {token}\r\n"
         elif parsed.username is not None:
             account = f"{unquote(parsed.username)}:{unquote(parsed.password or '')}"

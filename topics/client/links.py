@@ -21,6 +21,8 @@ T = TypeVar("T")
 ANSWER_MAX_S: Final = 45.0
 """Time-out of an answer: the longest long poll, and a margin."""
 CONNECT_MAX_S: Final = 5.0
+NEXT_ADDRESS_S: Final = 0.25
+"""Time after which the next address of a host name is tried as well: the first may hang."""
 IDLE_LINKS_MAX: Final = 20
 IDLE_MAX_S: Final = 5.0
 """Longest idle time after which a connection is used again: one that was cut unnoticed costs a time-out."""
@@ -196,10 +198,13 @@ class AsyncLink:
 
     @classmethod
     async def connect(cls, address: ServiceAddress) -> Self:
-        host, port, tls, name = address.host, address.port, address.tls, address.host if address.tls else None
+        name, loop = address.host if address.tls else None, asyncio.get_running_loop()
+        options: dict[str, Any] = {"ssl": address.tls, "server_hostname": name, "limit": PART_BYTES}
+        if isinstance(loop, asyncio.BaseEventLoop):  # uvloop asks one address of a host after the other
+            options["happy_eyeballs_delay"] = NEXT_ADDRESS_S
         try:
             async with asyncio.timeout(CONNECT_MAX_S):
-                return cls(*await asyncio.open_connection(host, port, ssl=tls, server_hostname=name, limit=PART_BYTES))
+                return cls(*await asyncio.open_connection(address.host, address.port, **options))
         except OSError as error:
             raise NotSentError(error) from error
 

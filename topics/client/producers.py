@@ -25,6 +25,7 @@ from topics.api.answers import Record
 from topics.api.requests import U64_MAX, AppendBody, ProducerBody
 from topics.client import calls
 from topics.client.accumulator import Accumulator, Batch, BatchPart, ProducerLimits
+from topics.client.arguments import require, require_known
 from topics.client.calls import Call
 from topics.client.errors import (
     ApiError,
@@ -80,7 +81,6 @@ class Placing:
     """
 
     def __init__(self, topic: str, name: str | None, options: ProducerOptions) -> None:
-        config = options.get("config")
         self.what = f"producer of {topic!r}"
         self._topic = topic
         self._id = secrets.token_urlsafe(16) if name is None else name
@@ -96,7 +96,7 @@ class Placing:
             records=[],
             node=options.get("node"),
             create=options.get("create", True),
-            config=msgspec.UNSET if config is None else msgspec.Raw(calls.encode_body(config)),
+            config=calls.encode_config(options.get("config")),
         )
 
     async def begin(self, carrier: Carrier) -> None:
@@ -233,11 +233,14 @@ class _Production:
         new_future: Callable[[], Any],
         signals: tuple[_ThreadSignal | _TaskSignal, _ThreadSignal | _TaskSignal],
     ) -> None:
+        require_known("a producer", options, ProducerOptions.__annotations__)
+        limits, self.close_max_s = options.get("limits", ProducerLimits()), options.get("close_max_s", CLOSE_MAX_S)
+        require(isinstance(limits, ProducerLimits), "limits", limits, "some like ProducerLimits(linger_ms=5)")
+        require(isinstance(self.close_max_s, int | float), "close_max_s", self.close_max_s, "a number of seconds")
         self._client = client
         self._placing = Placing(topic, name, options)
-        self._records = Accumulator(options.get("limits", ProducerLimits()), new_future, time.monotonic)
+        self._records = Accumulator(limits, new_future, time.monotonic)
         self._work, self._room = signals
-        self.close_max_s = options.get("close_max_s", CLOSE_MAX_S)
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._closed = False
         self._asleep = False  # with nothing to send, until it is told that there is something

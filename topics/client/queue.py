@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from topics.client.arguments import require, require_counts
 from topics.client.commands import AsyncMember, AsyncService, Caller, QueueCommands, SyncMember
 from topics.client.errors import ClientError, LeaseLostError
 from topics.client.links import THIS_PROCESS
@@ -161,7 +162,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
     """A queue for one worker with an event loop, called `node`."""
 
     def __init__(self, client: AsyncService, topic: str, node: str | None) -> None:
-        self.node = node or _node()
+        self.node = _node() if node is None else node
         super().__init__(client, topic, self.node)
         self._service = client
         self._shifts: set[Shift] = set()
@@ -196,6 +197,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
         """Give jobs to `handler`, so many at a time, until `stop`; then finish those that were begun. An exception of
         the handler is logged, and its job repeated.
         """
+        _check_work(handler, concurrency=concurrency)
         async with self._shift(concurrency, lease_ms, backoff) as shift:
             await _serve(shift, self.topic, handler, concurrency)
 
@@ -213,6 +215,11 @@ class AsyncQueue(QueueCommands, AsyncMember):
                 yield shift
         finally:
             self._shifts.discard(shift)
+
+
+def _check_work(handler: object, **at_once: int) -> None:
+    require_counts(**at_once)
+    require(callable(handler), "handler", handler, "a function, which gets a job")
 
 
 async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitable[object]], concurrency: int) -> None:
@@ -288,7 +295,7 @@ class Queue(QueueCommands, SyncMember):
         topic: str,
         node: str | None,
     ) -> None:
-        self.node = node or _node()
+        self.node = _node() if node is None else node
         super().__init__(client, topic, self.node)
         self._connect = connect
         self._serving: set[tuple[LoopThread, Shift]] = set()
@@ -328,6 +335,7 @@ class Queue(QueueCommands, SyncMember):
         """Give jobs to `handler`, in so many threads, until `stop`; then finish those that were begun. An exception of
         the handler is logged, and its job repeated.
         """
+        _check_work(handler, threads=threads)
         with (
             self._open(stop_on, threads, lease_ms, backoff) as (loop, shift),
             ThreadPoolExecutor(threads, "topics-worker") as pool,
@@ -403,6 +411,7 @@ class Queue(QueueCommands, SyncMember):
         with LoopThread() as loop, contextlib.ExitStack() as at_end:
             client = loop.enter(self._connect())
             shift = Shift(client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
+            require(not isinstance(stop_on, int), "stop_on", stop_on, "a list like [signal.SIGTERM]")
             # Registered before it begins: a signal that comes from here on is not lost.
             self._serving.add((loop, shift))
             at_end.callback(self._serving.discard, (loop, shift))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
+from topics.client.arguments import require, require_one_of
 from topics.client.errors import ApiError, ClientError
 from topics.client.http import ServiceAddress
 from topics.client.links import AsyncLink, Link, LinkPool
 
 Reads = Literal["leader", "any"]
 """The servers to which requests that only read may go: the leader, which has all that was written, or any."""
+
+GIVEN_UP_MAX: Final = 3
+"""Requests without an answer after which another address is asked, though each caller had only little time."""
 
 
 class Server(NamedTuple):
@@ -32,6 +36,8 @@ class Servers:
         self.current = every[0]
         self.have_led = False
         """True once a server has carried out a write: a later `not_leader` may mean that the leader moves."""
+        self.given_up = 0
+        """Requests in a row that their callers gave up since the current address has answered."""
         self._left: list[Server] = []
         """Addresses that failed in this round, which ends when all have: a follower may name a leader that is dead."""
 
@@ -42,10 +48,17 @@ class Servers:
     def urls(self) -> str:
         return ",".join(server.address.url for server in self.every)
 
+    def give_up(self, asked: Server) -> None:
+        """Note that a caller waits no longer for an answer. An address that leaves so many waiting may hang."""
+        self.given_up += 1
+        if self.given_up >= GIVEN_UP_MAX:
+            self.move_on(asked)
+
     def move_on(self, failed: Server, refusal: ApiError | None = None) -> None:
         """Ask another one of this round from now on: the leader that a refusal names, else the next in order."""
         if self.current is not failed:
             return
+        self.given_up = 0
         after = self.every.index(failed) + 1
         left = [*self._left, failed]
         self._left = left if len(left) < len(self.every) else []
@@ -56,10 +69,10 @@ class Servers:
 
 def split_urls(url: str | Sequence[str]) -> list[str]:
     """Return the URLs of one text, between commas, or of a sequence. ClientError without any."""
-    found = [one.strip() for one in (url.split(",") if isinstance(url, str) else url)]
-    if not all(found) or not found:
+    found = url.split(",") if isinstance(url, str) else url
+    if not (isinstance(found, Sequence) and found and all(isinstance(one, str) and one.strip() for one in found)):
         raise ClientError(f"url {url!r} does not name a service: give one like http://127.0.0.1:4000")
-    return found
+    return [one.strip() for one in found]
 
 
 def make_servers(
@@ -70,6 +83,8 @@ def make_servers(
     connect: Callable[[ServiceAddress], Awaitable[Link | AsyncLink]],
 ) -> tuple[Servers, Servers]:
     """Return (the servers for requests that change anything, those for requests that only read)."""
+    require_one_of("reads", reads, get_args(Reads))
+    require(tls is None or isinstance(tls, ssl.SSLContext), "tls", tls, "an ssl.SSLContext")
     urls = split_urls(url)
     needs_leader = len(urls) > 1 and reads == "leader"
     addresses = [ServiceAddress(one, token, tls, needs_leader) for one in urls]

@@ -18,6 +18,7 @@ import msgspec
 
 from topics.api.answers import JobAnswer
 from topics.client import calls
+from topics.client.arguments import Numbers, require, require_counts
 from topics.client.attempts import NOT_CARRIED_OUT, RETRY, STOPPING, Attempts, describe
 from topics.client.calls import Call, path_of
 from topics.client.commands import AsyncService
@@ -41,7 +42,7 @@ EXTEND_MAX_JOBS: Final = 1000
 _job = msgspec.json.Decoder(JobAnswer).decode
 
 
-class Backoff(msgspec.Struct, frozen=True):
+class Backoff(Numbers, frozen=True):
     """The pause before a failed job is delivered again: doubled with each delivery, drawn from its upper half."""
 
     first_ms: int = 1_000
@@ -167,6 +168,8 @@ class Shift:
     def __init__(
         self, client: AsyncService, topic: str, node: str, *, max_jobs: int, lease_ms: int, backoff: Backoff
     ) -> None:
+        require_counts(max_jobs=max_jobs, lease_ms=lease_ms)
+        require(isinstance(backoff, Backoff), "backoff", backoff, "a Backoff, like Backoff(first_ms=1000)")
         self._client = client
         self._topic = topic
         self._node = node

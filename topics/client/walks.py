@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from topics.api.answers import CursorState, DiffAnswer, Record, RouterEntry, TombstoneAnswer, TopicEntry, WatchAnswer
 from topics.client import calls
+from topics.client.arguments import require, require_one_of
 from topics.client.attempts import STOPPING, Attempts
 from topics.client.calls import Call
 from topics.client.errors import GapError, NotFoundError
@@ -67,6 +68,7 @@ def read(
     topic: str, from_seq: int = 0, *, tombstones: Tombstones = "raise", wait: bool = False, **options: Any
 ) -> Walk[Item]:
     """Yield the records behind `from_seq`, up to the head, or endlessly with `wait`. Options are those of `diff`."""
+    require_one_of("tombstones", tombstones, get_args(Tombstones))
     if wait:
         options = {"wait_ms": 30_000} | options
     first = calls.diff(topic, from_seq, **options)
@@ -139,6 +141,8 @@ class Following:
     ) -> None:
         if not isinstance(positions, (str, Mapping)):  # a list of names would be taken for pairs of letters
             raise TypeError(f"positions are a topic or seqs by topic, not {positions!r}: give them as {{'orders': 0}}")
+        require(len(positions) > 0, "positions", positions, "at least one topic, as {'orders': 0}")
+        require_one_of("tombstones", tombstones, get_args(Tombstones))
         self.positions = {positions: 0} if isinstance(positions, str) else dict(positions)
         self._tombstones = tombstones
         self._options = {"heartbeat_ms": HEARTBEAT_MS, "include_tags": True} | options

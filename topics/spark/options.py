@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Final, Literal, TypeVar
@@ -265,9 +266,10 @@ class _GivenOptions:
         if not self.has(name):
             return default
         value = self.text(name, "")
-        if not value.isdecimal() or int(value) < at_least:
-            raise OptionError(f"option {name}={value!r} must be an integer of at least {at_least}")
-        return int(value)
+        with suppress(ValueError):  # of more than 4,300 digits
+            if value.isdecimal() and (count := int(value)) >= at_least:
+                return count
+        raise OptionError(f"option {name}={value[:100]!r} must be an integer of at least {at_least}")
 
     def positions(self, name: str) -> Positions | None:
         if not self.has(name):
