@@ -17,10 +17,18 @@ Paint = Callable[[str, str], str]
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser that takes only whole names of options, also for its verbs: an abbreviation may change its meaning."""
+    """A parser that takes only whole names of options, also for its verbs: an abbreviation may change its meaning. A
+    verb refuses by itself what it does not know, so the error comes with the verb's usage.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 class Styled(str):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from topics.cli.create import parse_fields
 from topics.cli.main import COMMANDS, main, make_parser
 from topics.supervisor.command import _parser as supervisor_parser
 from topics.supervisor.command import main as supervisor_main
@@ -49,21 +50,26 @@ def test_no_job_of_spark_takes_one(job: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("run", "arguments", "unknown"),
+    ("run", "arguments", "told"),
     [
-        (main, ["write", "t", "--ta", "x"], "--ta"),
-        (main, ["queue", "jobs", "claim", "--nod", "n"], "--nod"),
-        (supervisor_main, ["status", "--js"], "--js"),
+        (main, ["write", "t", "--ta", "x"], "topics write: error: unrecognized arguments: --ta"),
+        (
+            main,
+            ["queue", "jobs", "claim", "--nod", "n"],
+            "topics queue TOPIC claim: error: unrecognized arguments: --nod",
+        ),
+        (main, ["--vers"], "topics: error: "),
+        (supervisor_main, ["status", "--js"], "topics-supervisor status: error: unrecognized arguments: --js"),
     ],
 )
-def test_an_abbreviation_is_named_in_the_error(
-    run: object, arguments: list[str], unknown: str, capsys: pytest.CaptureFixture[str]
+def test_an_abbreviation_is_named_in_the_error_of_its_verb(
+    run: object, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert callable(run)
     with pytest.raises(SystemExit) as end:
         run(arguments)
     assert end.value.code == 2
-    assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 def test_the_pages_abbreviate_no_option() -> None:
@@ -80,15 +86,22 @@ def test_the_pages_abbreviate_no_option() -> None:
     assert seen > 50
 
 
+def test_a_value_that_is_no_json_is_a_text() -> None:
+    """JSON that is nested too deeply was a traceback."""
+    assert parse_fields(["dead_letter=[" + "[" * 5000]) == {"dead_letter": "[" * 5001}
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["read", "t", "--from", DIGITS], f"'{SHOWN}' is not a whole number from 0, or is too long"),
-        (["read", "t", "--limit", DIGITS], f"'{SHOWN}' is not a whole number from 1, or is too long"),
-        (["read", "t", "--from-ts", DIGITS], f"'{SHOWN}' is not a whole number from 0, or is too long"),
-        (["queue", "t", "ack", f"{DIGITS}:lease_1"], f"'{SHOWN}' is not a whole number from 0, or is too long"),
-        (["restore", "a", "--data-dir", "b", "--to-seq", f"t={DIGITS}"], f"'{SHOWN}' is not a whole number from 1"),
+        (["read", "t", "--from", DIGITS], f"'{SHOWN}' … has 5000 characters"),
+        (["read", "t", "--limit", DIGITS], f"'{SHOWN}' … has 5000 characters"),
+        (["read", "t", "--from-ts", DIGITS], f"'{SHOWN}' … has 5000 characters"),
+        (["queue", "t", "ack", f"{DIGITS}:lease_1"], f"'{SHOWN}' … has 5000 characters"),
+        (["restore", "a", "--data-dir", "b", "--to-seq", f"t={DIGITS}"], f"'{SHOWN}' … has 5000 characters"),
         (["archive", "prune", "a", "--keep", f"{DIGITS}d"], "is no duration: write 7d"),
+        (["read", "t", "--limit", "0"], "'0' is not a whole number from 1"),
+        (["write", "t", "--config", "[" * 5000], "is no configuration like"),
         (["write", "t", "--config", '{"ttl": 1}'], 'is no configuration like {"type": "queue"}: a topic\'s '),
     ],
 )

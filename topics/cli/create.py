@@ -50,6 +50,6 @@ def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{field!r}: give each field once, as FIELD=VALUE, like durability=fsync")
         try:
             given[name] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             given[name] = value
     return given

@@ -173,7 +173,8 @@ def whole(text: str, least: int = 0) -> int:
     with suppress(ValueError):
         if text.isdecimal() and (value := int(text)) >= least:
             return value
-    raise argparse.ArgumentTypeError(f"{text[:SHOWN_MAX_CHARS]!r} is not a whole number from {least}, or is too long")
+    wrong = f"is not a whole number from {least}" if len(text) <= SHOWN_MAX_CHARS else f"… has {len(text)} characters"
+    raise argparse.ArgumentTypeError(f"{text[:SHOWN_MAX_CHARS]!r} {wrong}")
 
 
 positive: Final = partial(whole, least=1)

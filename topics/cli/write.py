@@ -216,5 +216,5 @@ def config_object(text: str) -> dict[str, Any]:
         config = msgspec.json.decode(text, type=dict[str, Any])
         calls.encode_config(config)
         return config
-    except (msgspec.DecodeError, TypeError) as error:
+    except (msgspec.DecodeError, RecursionError, TypeError) as error:
         raise argparse.ArgumentTypeError(f'{text!r} is no configuration like {{"type": "queue"}}: {error}') from None
