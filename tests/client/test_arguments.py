@@ -65,7 +65,7 @@ def test_limits_and_pauses_are_numbers(make: Callable[[], object], told: str) ->
 CALLS: list[tuple[Callable[[Client], Any], str]] = [
     (lambda client: client.put_topic("t", ttl=1), "a topic's configuration has no 'ttl': it has auto_create,"),
     (lambda client: client.append("t", [1], config={"ttl": 1}), "a topic's configuration has no 'ttl'"),
-    (lambda client: client.append("t", [1], config=WRONG), "config='wrong': give a dict like"),
+    (lambda client: client.append("t", [1], config=WRONG), "a topic's configuration has no 'w'"),
     (lambda client: client.put_router("r", "a", "b", filtre="x"), "a router has no 'filtre': it has allow_cycle,"),
     (lambda client: client.read("t", tombstones=WRONG), "tombstones='wrong': give 'raise' or 'yield'"),
     (lambda client: next(client.follow("t", tombstones=WRONG)), "tombstones='wrong': give 'raise' or 'yield'"),

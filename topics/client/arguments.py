@@ -14,10 +14,6 @@ def require(fits: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name}={value!r}: give {allowed}")
 
 
-def require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    require(value in allowed, name, value, " or ".join(map(repr, allowed)))
-
-
 def require_counts(**given: int) -> None:
     """Raise ValueError for an argument that is no integer from 1."""
     for name, value in given.items():

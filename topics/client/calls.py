@@ -14,7 +14,7 @@ import msgspec
 
 from topics.api import answers, requests, segment_answers
 from topics.api.requests import Consistency, NewRecord, ProducerBody, State
-from topics.client.arguments import require, require_known
+from topics.client.arguments import require_known
 from topics.client.errors import ClientError, NotFiniteError, ServiceFaultError
 
 T = TypeVar("T")
@@ -279,11 +279,8 @@ def append(
 
 def encode_config(config: Mapping[str, Any] | None) -> requests.Optional:
     """Return the configuration that a write brings for the topic which it may create."""
-    if config is None:
-        return msgspec.UNSET
-    require(isinstance(config, Mapping), "config", config, "a dict like {'ttl_ms': 60000}")
-    require_known("a topic's configuration", config, CONFIG_FIELDS)
-    return msgspec.Raw(encode_body(config))
+    require_known("a topic's configuration", config or {}, CONFIG_FIELDS)
+    return msgspec.UNSET if config is None else msgspec.Raw(encode_body(config))
 
 
 def append_encoded(topic: str, records: bytes, body: requests.AppendBody) -> Call[answers.AppendAnswer]:

@@ -197,7 +197,8 @@ class AsyncQueue(QueueCommands, AsyncMember):
         """Give jobs to `handler`, so many at a time, until `stop`; then finish those that were begun. An exception of
         the handler is logged, and its job repeated.
         """
-        _check_work(handler, concurrency=concurrency)
+        require_counts(concurrency=concurrency)
+        require(callable(handler), "handler", handler, "a function, which gets a job")
         async with self._shift(concurrency, lease_ms, backoff) as shift:
             await _serve(shift, self.topic, handler, concurrency)
 
@@ -215,11 +216,6 @@ class AsyncQueue(QueueCommands, AsyncMember):
                 yield shift
         finally:
             self._shifts.discard(shift)
-
-
-def _check_work(handler: object, **at_once: int) -> None:
-    require_counts(**at_once)
-    require(callable(handler), "handler", handler, "a function, which gets a job")
 
 
 async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitable[object]], concurrency: int) -> None:
@@ -335,7 +331,8 @@ class Queue(QueueCommands, SyncMember):
         """Give jobs to `handler`, in so many threads, until `stop`; then finish those that were begun. An exception of
         the handler is logged, and its job repeated.
         """
-        _check_work(handler, threads=threads)
+        require_counts(threads=threads)
+        require(callable(handler), "handler", handler, "a function, which gets a job")
         with (
             self._open(stop_on, threads, lease_ms, backoff) as (loop, shift),
             ThreadPoolExecutor(threads, "topics-worker") as pool,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Literal, NamedTuple, get_args
 
-from topics.client.arguments import require, require_one_of
+from topics.client.arguments import require
 from topics.client.errors import ApiError, ClientError
 from topics.client.http import ServiceAddress
 from topics.client.links import AsyncLink, Link, LinkPool
@@ -83,7 +83,7 @@ def make_servers(
     connect: Callable[[ServiceAddress], Awaitable[Link | AsyncLink]],
 ) -> tuple[Servers, Servers]:
     """Return (the servers for requests that change anything, those for requests that only read)."""
-    require_one_of("reads", reads, get_args(Reads))
+    require(reads in get_args(Reads), "reads", reads, "'leader' or 'any'")
     require(tls is None or isinstance(tls, ssl.SSLContext), "tls", tls, "an ssl.SSLContext")
     urls = split_urls(url)
     needs_leader = len(urls) > 1 and reads == "leader"

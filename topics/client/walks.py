@@ -9,7 +9,7 @@ import msgspec
 
 from topics.api.answers import CursorState, DiffAnswer, Record, RouterEntry, TombstoneAnswer, TopicEntry, WatchAnswer
 from topics.client import calls
-from topics.client.arguments import require, require_one_of
+from topics.client.arguments import require
 from topics.client.attempts import STOPPING, Attempts
 from topics.client.calls import Call
 from topics.client.errors import GapError, NotFoundError
@@ -68,7 +68,7 @@ def read(
     topic: str, from_seq: int = 0, *, tombstones: Tombstones = "raise", wait: bool = False, **options: Any
 ) -> Walk[Item]:
     """Yield the records behind `from_seq`, up to the head, or endlessly with `wait`. Options are those of `diff`."""
-    require_one_of("tombstones", tombstones, get_args(Tombstones))
+    require(tombstones in get_args(Tombstones), "tombstones", tombstones, "'raise' or 'yield'")
     if wait:
         options = {"wait_ms": 30_000} | options
     first = calls.diff(topic, from_seq, **options)
@@ -142,7 +142,7 @@ class Following:
         if not isinstance(positions, (str, Mapping)):  # a list of names would be taken for pairs of letters
             raise TypeError(f"positions are a topic or seqs by topic, not {positions!r}: give them as {{'orders': 0}}")
         require(len(positions) > 0, "positions", positions, "at least one topic, as {'orders': 0}")
-        require_one_of("tombstones", tombstones, get_args(Tombstones))
+        require(tombstones in get_args(Tombstones), "tombstones", tombstones, "'raise' or 'yield'")
         self.positions = {positions: 0} if isinstance(positions, str) else dict(positions)
         self._tombstones = tombstones
         self._options = {"heartbeat_ms": HEARTBEAT_MS, "include_tags": True} | options
