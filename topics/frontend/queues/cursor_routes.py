@@ -163,7 +163,7 @@ class CursorRoutes:
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
-        found = (await self._gateway.call(self._gateway.owner(name), CursorGet(name, None, after, size + 1))).cursors
+        found = (await self._gateway.ask(CursorGet(name, None, after, size + 1))).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [shown_cursor(cursor) for cursor in found[:size]]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
@@ -187,7 +187,7 @@ class CursorRoutes:
             raise invalid("from_seq and tail exclude each other: give one of them", field="tail")
         await self._catching_up.wait_for(name)
         call = CursorPut(name, cursor, given.consistency, given.persist_every, given.from_seq, given.tail)
-        reply = await self._gateway.call(self._gateway.owner(name), call)
+        reply = await self._gateway.ask(call)
         answer = {"topic": name, **shown_cursor(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
@@ -195,7 +195,7 @@ class CursorRoutes:
     @api.describe("Delete a cursor", api.ok("It is gone, or never was", answers.DeleteCursorAnswer), *api.LOST)
     async def delete(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        reply = await self._gateway.call(self._gateway.owner(name), CursorDelete(name, cursor))
+        reply = await self._gateway.ask(CursorDelete(name, cursor))
         return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
 
     @api.asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
@@ -264,7 +264,7 @@ class CursorRoutes:
 
     async def _find(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
         get = CursorGet(name, cursor, passed_seq=passed_seq)
-        (found,) = (await self._gateway.call(self._gateway.owner(name), get)).cursors
+        (found,) = (await self._gateway.ask(get)).cursors
         return found
 
     async def _advance(

@@ -105,7 +105,7 @@ class JobChannel:
             return
         self.give_back(claim.name, claim.node, reply)
         if reply.dead:
-            self._gateway.post(shard, Release(claim.name, reply.dead, 0, reply.topic_id))
+            self._gateway.post(shard, Release(claim.name, reply.dead, reply.topic_id))
 
     def give_back(
         self, name: str, node: str, dealt: Dealt, start: int = 0, end: int | None = None, delay_ms: int = 0

@@ -172,8 +172,7 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, JobsBody)
         call = Ack(name, given.node, given.seqs, _lease_nos(given))
-        gateway = self.services.gateway
-        return _settled(name, "acked", await gateway.call(gateway.owner(name), call))
+        return _settled(name, "acked", await self.services.gateway.ask(call))
 
     @api.json_route("POST", f"{api.TOPIC_PATH}/nack", Route.NACK, KeyScope.WRITE, "queues")
     @api.describe("Give jobs back", api.ok("Which of them", answers.NackAnswer), *JOB_CODES, "batch_too_large")
@@ -182,8 +181,7 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, NackBody)
         call = Nack(name, given.node, given.seqs, _lease_nos(given), min(given.delay_ms, DELAY_MS_MAX))
-        gateway = self.services.gateway
-        return _settled(name, "nacked", await gateway.call(gateway.owner(name), call))
+        return _settled(name, "nacked", await self.services.gateway.ask(call))
 
     @api.json_route("POST", f"{api.TOPIC_PATH}/extend", Route.EXTEND, KeyScope.WRITE, "queues")
     @api.describe("Keep jobs for longer", api.ok("Until when", answers.ExtendAnswer), *JOB_CODES, "batch_too_large")
@@ -192,7 +190,7 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, ExtendBody)
         call = Extend(name, given.node, given.seqs, _lease_nos(given), clamped_lease_ms(given.lease_ms))
-        reply = await self.services.gateway.call(self.services.gateway.owner(name), call)
+        reply = await self.services.gateway.ask(call)
         deadlines = {str(seq): reply.deadline_ms for seq in reply.seqs}
         return JsonReply({"topic": name, "extended": len(reply.seqs), "skipped": reply.skipped, "deadlines": deadlines})
 
@@ -237,13 +235,12 @@ class QueueRoutes:
 
     async def _peek_jobs(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
-        owner = self.services.gateway.owner(name)
         most = max(1, min(request.max, self.settings.max_claim))
         jobs: list[JobView] = []
         from_seq, more = request.from_seq, True
         for _ in range(LOOKS_MAX):
             peek = Peek(name, from_seq, request.state, most - len(jobs))
-            peeked = await self.services.gateway.call(owner, peek)
+            peeked = await self.services.gateway.ask(peek)
             jobs += peeked.jobs
             from_seq, more = peeked.up_to_seq, peeked.more
             if not more or len(jobs) >= most:

@@ -92,8 +92,7 @@ class CatchingUp:
             async with asyncio.timeout(WAIT_S):
                 for dest in reversed(list(registry.upstream(name))):
                     while self._is_behind(registry, dest):
-                        shard = self._gateway.owner(dest)
-                        reply = await self._gateway.call(shard, CatchUp(dest))
+                        reply = await self._gateway.ask(CatchUp(dest))
                         if reply.done:
                             complete &= not reply.pending
                             break

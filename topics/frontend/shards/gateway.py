@@ -34,7 +34,7 @@ from topics.frontend.shards.pending_requests import (
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendOptions, AppendReply
-from topics.shm.asks import Asks, Message, ReplyT
+from topics.shm.asks import Asks, Message, OfTopic, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import MessageKind, Part
@@ -180,6 +180,12 @@ class Gateway:
 
     async def call(self, shard: int, request: Asks[ReplyT], unthrottled: bool = False) -> ReplyT:
         """Send a request as `submit` does, and wait for the reply, whose type the request names."""
+        return request.checked(await self.submit(shard, request, unthrottled=unthrottled))
+
+    async def ask(self, request: Asks[ReplyT], unthrottled: bool = False) -> ReplyT:
+        """Send a request about a topic to the shard that owns it, and wait for the reply as `call` does."""
+        assert isinstance(request, OfTopic), request
+        shard = owner_shard(request.name, len(self.links))
         return request.checked(await self.submit(shard, request, unthrottled=unthrottled))
 
     def no_answer(self, shard: int) -> TopicsError:
