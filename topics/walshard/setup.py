@@ -21,7 +21,7 @@ from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.router_memory import RouterBoard, RouterBoardWriter, RouterTable, RouterTableWriter
-from topics.storage.wal import ROOM_STEP_BYTES, WalWriter, room_beside_bytes, room_left_bytes
+from topics.storage.wal import ROOM_STEP_BYTES, WalWriter, room_beside_bytes
 from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, GroupHandler
@@ -150,9 +150,10 @@ def _open_logs(place: Place, recovered: Recovered, catalog: Catalog) -> Logs:
             room_bytes=partial(_ram_room_bytes, place),
         )
 
-    room_bytes = partial(room_left_bytes, fs, place.settings.data_dir, place.shared.control.cut_bytes)
     if recovered.followed is None:
-        wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room_bytes=room_bytes)
+        wal = WalWriter(
+            fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room_bytes=place.room_bytes
+        )
     else:  # a follower refuses requests that change anything, so this log stays empty
         wal = WalWriter(fs, place.ram_directory + ".empty", identity, None, preallocate="none")
     ram = None if recovered.ram_end is None else open_ram()
@@ -185,7 +186,7 @@ def _put_together(
 
     deletes = Deletes(catalog, tags, time)
     appends = Appends(catalog, holdings, logs, deletes, time)
-    queues = Queues(catalog, deletes, rings.push, cell, time)
+    queues = Queues(catalog, deletes, rings, cell, time)
     cursors = NamedCursors(catalog, time)
     sessions = WatchSessions(holdings, time)
     sessions.recovered(recovered.fold.sessions)
@@ -194,8 +195,7 @@ def _put_together(
     topic_calls = TopicCalls(catalog, logs, deletes, routing.log_feed, place.ram_directory, time)
     log_trim = LogTrim(logs, catalog, frame_tags, archive)
     segments = SegmentHandover(catalog, files, logs, log_trim, time)
-    talk = rings.notify, rings.forget_notices, rings.drain_dead
-    frontends = Frontends(shared.control, catalog, *talk, sessions, queues, cursors)
+    frontends = Frontends(shared.control, catalog, rings, sessions, queues, cursors)
 
     # Who handles which request: in a group with others, or alone.
     in_group: dict[type, GroupHandler] = {
@@ -269,8 +269,7 @@ def _follow_archive(place: Place, logs: Logs, catalog: Catalog) -> ArchiveWait |
     if not shared.control.has_archiver or settings.follow is not None:
         return None
     files_max = settings.archive_backlog_bytes // (settings.wal_file_bytes * settings.wal_shards)
-    room_bytes = partial(room_left_bytes, place.fs, settings.data_dir, shared.control.cut_bytes)
-    wait = ArchiveWait(partial(shared.control.shipped, place.shard), room_bytes, files_max)
+    wait = ArchiveWait(partial(shared.control.shipped, place.shard), place.room_bytes, files_max)
     wait.committed(catalog, logs.end_word)
     return wait
 
