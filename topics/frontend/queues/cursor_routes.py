@@ -15,7 +15,7 @@ import msgspec
 
 from topics.api import answers
 from topics.api.requests import CursorBody, ReadBody
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError, invalid, throttled
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send, disconnected_before
@@ -123,20 +123,17 @@ class CursorLocks:
             if wanted.served == served:
                 # The shard or the cold store does not answer. The code must say that nothing of this read was done:
                 # after another code a client must not repeat the read by itself.
-                raise TopicsError(
-                    "throttled",
+                raise throttled(
                     f"the reader of cursor {cursor!r} of topic {topic!r} before this one gets no answer; nothing of"
                     " this read was done",
-                    {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+                    retry_after_ms=STUCK_RETRY_AFTER_MS,
                 ) from None
             raise too_many_readers(topic, cursor) from None
 
 
 def too_many_readers(topic: str, cursor: str) -> TopicsError:
     """Return the refusal of a reader that may ask again a moment later."""
-    return TopicsError(
-        "throttled", f"too many readers move cursor {cursor!r} of topic {topic!r}", {"retry_after_ms": 10}
-    )
+    return throttled(f"too many readers move cursor {cursor!r} of topic {topic!r}", retry_after_ms=10)
 
 
 @dataclass(eq=False)
@@ -332,10 +329,9 @@ async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive
                 raise ClientGoneError
         entering.result()
     except TimeoutError:
-        raise TopicsError(
-            "throttled",
+        raise throttled(
             "the pages of other cursors leave no room for this one; nothing of this read was done, send it again later",
-            {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+            retry_after_ms=STUCK_RETRY_AFTER_MS,
         ) from None
     finally:
         entering.cancel()

@@ -13,7 +13,7 @@ import msgspec
 from topics.api import answers
 from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, PeekBody, RedriveBody
 from topics.core.config import LEASE_MS
-from topics.core.errors import TopicsError, invalid, not_a_queue
+from topics.core.errors import TopicsError, invalid, not_a_queue, storage_unavailable
 from topics.core.job import JobView
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
@@ -123,10 +123,8 @@ class QueueRoutes:
             if dealt.ended:
                 raise TopicsError("topic_not_found", f"topic {name!r} was deleted in the meantime", {"topic": name})
             if dealt.refused:
-                raise TopicsError(
-                    "storage_unavailable",
-                    "the log cannot be written now, nothing was claimed; see the service's log",
-                    {"topic": name},
+                raise storage_unavailable(
+                    "the log cannot be written now, nothing was claimed; see the service's log", topic=name
                 )
             if not dealt.dead:
                 return dealt

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from topics.api import answers
 from topics.api.requests import GivenRouter
-from topics.core.errors import TopicsError, invalid, topic_not_found
+from topics.core.errors import TopicsError, forbidden, invalid, topic_not_found
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
 from topics.core.routers import ROUTERS_SHARD, Router, RouterSpec, parse_router
@@ -42,9 +42,7 @@ def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
     """Raise `403 forbidden` unless the caller may do this to a router. The error names no topic of it."""
     caller.require(needed)
     if not (caller.covers(router.spec.source) and caller.covers(router.spec.dest)):
-        raise TopicsError(
-            "forbidden", f"router {router.name!r} has a topic outside the prefixes of this key", {"name": router.name}
-        )
+        raise forbidden(f"router {router.name!r} has a topic outside the prefixes of this key", name=router.name)
 
 
 def _visible_conflict(error: TopicsError, name: str, spec: RouterSpec, caller: ApiKey) -> TopicsError:

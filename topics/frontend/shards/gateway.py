@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, throttled
 from topics.core.names import owner_shard
 from topics.frontend.shards.archive_acks import ArchiveAcks
 from topics.frontend.shards.arenas import Arenas
@@ -316,7 +316,7 @@ class Gateway:
             fail(request.future, TopicsError("shard_unavailable", what))
         else:
             self._cell.add("throttled")
-            fail(request.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
+            fail(request.future, throttled(what, retry_after_ms=self.retry_after_ms))
 
     def _signal(self, link: _Link, pushed_bytes: int) -> None:
         if self._signals_at_once or pushed_bytes >= SIGNALLED_AT_ONCE_BYTES:
