@@ -186,7 +186,7 @@ def _put_together(
 
     deletes = Deletes(catalog, tags, time)
     appends = Appends(catalog, holdings, logs, deletes, time)
-    queues = Queues(catalog, deletes, rings, cell, time)
+    queues = Queues(catalog, deletes, rings.push, cell, time)
     cursors = NamedCursors(catalog, time)
     sessions = WatchSessions(holdings, time)
     sessions.recovered(recovered.fold.sessions)
@@ -195,7 +195,8 @@ def _put_together(
     topic_calls = TopicCalls(catalog, logs, deletes, routing.log_feed, place.ram_directory, time)
     log_trim = LogTrim(logs, catalog, frame_tags, archive)
     segments = SegmentHandover(catalog, files, logs, log_trim, time)
-    frontends = Frontends(shared.control, catalog, rings, sessions, queues, cursors)
+    talk = rings.notify, rings.forget_notices, rings.drain_dead
+    frontends = Frontends(shared.control, catalog, *talk, sessions, queues, cursors)
 
     # Who handles which request: in a group with others, or alone.
     in_group: dict[type, GroupHandler] = {

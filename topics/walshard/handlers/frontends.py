@@ -7,12 +7,12 @@ would stay for ever. A successor says hello before anything else, so that the sh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from topics.shm.control import Cell, ControlPage, Role
 from topics.shm.topic_messages import Hello, Unwatch, Watch
 from topics.walshard.commit.draft import CommitFirst, Draft
-from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.handlers.watch_sessions import WatchSessions
@@ -21,11 +21,18 @@ from topics.walshard.hosted.catalog import Catalog
 
 @dataclass(eq=False)
 class Frontends:
-    """Knows which frontends watch which topics of one shard. It detects dead frontends and ends all they had here."""
+    """Knows which frontends watch which topics of one shard. It detects dead frontends and ends all they had here.
+
+    A notice is a frontend's token of a topic, no more. `notify({frontend: token})` queues notices, `forget(frontend)`
+    drops queued ones. `drain(frontend)` drops the replies to a dead frontend, and returns whether all of its requests
+    were taken.
+    """
 
     _control: ControlPage
     _catalog: Catalog
-    _rings: ShardRings
+    _notify: Callable[[Mapping[int, int]], None]
+    _forget: Callable[[int], None]
+    _drain: Callable[[int], bool]
     _sessions: WatchSessions
     _queues: Queues
     _cursors: NamedCursors
@@ -49,7 +56,7 @@ class Frontends:
             hosted.watchers[frontend] = call.token
             self.watched[frontend].add(hosted.topic.name)
         if hosted is None or (hosted.topic.id, hosted.topic.head_seq) != (call.seen_topic_id, call.seen_head_seq):
-            self._rings.notify({frontend: call.token})
+            self._notify({frontend: call.token})
 
     def unwatch(self, call: Unwatch, frontend: int, _group: Draft) -> None:
         """Note that a frontend stops watching, unless it watches with another token now. Nobody waits for a reply."""
@@ -76,7 +83,7 @@ class Frontends:
         for frontend, cell in enumerate(self._cells):
             ended = cell.get("ended")
             # Look at the ring only after `ended` says that the frontend is dead: nothing more comes then.
-            if ended > self._ended[frontend] and self._rings.drain_dead(frontend):
+            if ended > self._ended[frontend] and self._drain(frontend):
                 self._ended[frontend] = ended
                 self._end(frontend, group)
 
@@ -84,7 +91,7 @@ class Frontends:
         for hosted in filter(None, map(self._catalog.find, self.watched[frontend])):
             hosted.watchers.pop(frontend, None)
         self.watched[frontend].clear()
-        self._rings.forget_notices(frontend)
+        self._forget(frontend)
         self._sessions.frontend_died(frontend)
         self._queues.frontend_died(frontend, group)
         self._cursors.frontend_died(frontend)

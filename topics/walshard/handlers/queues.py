@@ -10,6 +10,7 @@ service defers work that is not urgent, streams of a queue of negative priority 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -45,7 +46,6 @@ from topics.shm.queue_messages import (
 )
 from topics.storage.frame import FrameType
 from topics.walshard.commit.draft import CommitFirst, ControlBodies, Draft, Steps, Then, control_write
-from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.workers import Timers, Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.hosted.catalog import Catalog
@@ -57,14 +57,16 @@ REFUSED_WAIT_MS: Final = 1_000
 
 
 class Queues:
-    """Handles one shard's queues. It owns the workers that wait for jobs, and the queues' timers."""
+    """Handles one shard's queues. It owns the workers that wait for jobs, and the queues' timers. `push` sends jobs to
+    a frontend, behind earlier answers.
+    """
 
     def __init__(
-        self, catalog: Catalog, deletes: Deletes, rings: ShardRings, cell: ProcessCell, time: StepClock
+        self, catalog: Catalog, deletes: Deletes, push: Callable[[int, Dealt], None], cell: ProcessCell, time: StepClock
     ) -> None:
         self._catalog = catalog
         self._deletes = deletes
-        self._push = rings.push
+        self._push = push
         self._cell = cell
         self._time = time
         self._workers: dict[int, Workers] = {}
