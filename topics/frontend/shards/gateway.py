@@ -228,33 +228,33 @@ class Gateway:
         self.pending[request_id] = request
         length = sum(map(len, parts))
         if length <= self.links[shard].requests.message_max_bytes:
-            self._push(shard, self._message(request_id, parts, unthrottled))
+            self._send(request_id, request, parts)
         else:
-            self._submit_by_reference(shard, request_id, parts, length, kind, unthrottled)
+            self._send_by_reference(request_id, request, kind, parts, length)
         return future
 
-    def _message(self, request_id: int, parts: list[Part], unthrottled: bool) -> QueuedMessage:
-        now_s = self._loop.time()
+    def _send(self, request_id: int, request: PendingRequest, parts: list[Part]) -> None:
+        now_s, unthrottled = self._loop.time(), request.unthrottled
         expires_s = now_s + (self.shard_wait_s if unthrottled else ROOM_WAIT_S)
-        return QueuedMessage(parts, sum(map(len, parts)), request_id, now_s, expires_s, unthrottled)
+        message = QueuedMessage(parts, sum(map(len, parts)), request_id, now_s, expires_s, unthrottled)
+        self._push(request.shard, message)
 
-    def _submit_by_reference(
-        self, shard: int, request_id: int, parts: list[Part], length: int, kind: MessageKind, unthrottled: bool
+    def _send_by_reference(
+        self, request_id: int, request: PendingRequest, kind: MessageKind, parts: list[Part], length: int
     ) -> None:
         try:
             if length <= SPILL_INLINE_BYTES_MAX:
-                reference = self._spills.put(kind, request_id, parts, length)
-                self._push(shard, self._message(request_id, reference, unthrottled))
+                self._send(request_id, request, self._spills.put(kind, request_id, parts, length))
                 return
             self._spills.reserve(request_id, length)
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        task = self._loop.create_task(self._spill(shard, request_id, kind, parts))
+        task = self._loop.create_task(self._spill(request_id, kind, parts))
         self._spilling.add(task)
         task.add_done_callback(self._spilling.discard)
 
-    async def _spill(self, shard: int, request_id: int, kind: MessageKind, parts: list[Part]) -> None:
+    async def _spill(self, request_id: int, kind: MessageKind, parts: list[Part]) -> None:
         try:
             await asyncio.to_thread(self._spills.write, request_id, parts)
         except OSError as error:
@@ -262,8 +262,7 @@ class Gateway:
             return
         request = self.pending.get(request_id)
         if request is not None:
-            reference = self._spills.reference(kind, request_id)
-            self._push(shard, self._message(request_id, reference, request.unthrottled))
+            self._send(request_id, request, self._spills.reference(kind, request_id))
         else:  # it took too long, and its client has an answer
             self._spills.drop(request_id)
 
