@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 import pytest
@@ -66,7 +66,7 @@ def test_records_config_and_keys() -> None:
     fold = new()
     fold.idempotency(T, 1, 9, encode_idempotency(2, b"key"))
     fold.records(T, entries(1, 2))
-    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig(cap_records=1))))
+    fold.config_update(fold.topics[T], encode_body(ConfigFrameBody(TopicConfig(cap_records=1))))
     fold.records(T, entries(3, 1))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.earliest_seq, topic.records) == (3, 3, 1)
@@ -78,7 +78,7 @@ def test_records_config_and_keys() -> None:
 def test_a_watermark_keeps_its_reason() -> None:
     fold = new(TopicConfig(ttl_ms=10))
     fold.records(T, entries(1, 5))
-    fold.evict_watermark(T, evicted(1, 4, EvictReason.TTL, 2))
+    fold.evict_watermark(fold.topics[T], evicted(1, 4, EvictReason.TTL, 2))
     topic = topic_of(fold)
     assert (topic.evict_floor, topic.earliest_seq, topic.evict_reason) == (4, 4, EvictReason.TTL)
 
@@ -92,7 +92,7 @@ def test_frames_that_come_twice_change_nothing() -> None:
     fold.topic_delete(T)
     fold.topic_delete(T)
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
-    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig())))
+    assert fold.topic(T) is None, "frames of a deleted topic change nothing"
     assert not fold.topics
 
 
@@ -106,7 +106,7 @@ def test_a_missing_record_is_refused() -> None:
 
 def test_a_topic_nobody_created_is_refused() -> None:
     with pytest.raises(FoldError, match="never created"):
-        new().config_update(T + 1, encode_body(ConfigFrameBody(TopicConfig())))
+        new().topic(T + 1)
 
 
 def test_ram_records_are_read_first_and_come_behind_the_durable_ones() -> None:
@@ -114,7 +114,7 @@ def test_ram_records_are_read_first_and_come_behind_the_durable_ones() -> None:
     fold.records(T, entries(2, 4, file_no=9), in_ram=True)  # some of them were logged again
     fold.idempotency(T, 3, 5, encode_idempotency(2, b"ram"))
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
     fold.records(T, entries(1, 3))
     topic = topic_of(fold, ram_log_survived=True)
     assert (topic.head_seq, topic.records, topic.earliest_seq) == (5, 5, 1)
@@ -124,7 +124,7 @@ def test_ram_records_are_read_first_and_come_behind_the_durable_ones() -> None:
 
 def test_without_the_ram_log_an_ephemeral_topic_keeps_its_head_and_says_what_is_lost() -> None:
     fold = new(TopicConfig(durability="ephemeral"))
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.earliest_seq, topic.evict_floor) == (4096, 4097, 4097)
     assert topic.evict_reason == EvictReason.RESTART
@@ -132,8 +132,8 @@ def test_without_the_ram_log_an_ephemeral_topic_keeps_its_head_and_says_what_is_
 
 def test_after_a_clean_stop_the_head_is_exact() -> None:
     fold = new(TopicConfig(durability="ephemeral"))
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
-    fold.head_watermark(T, 10, encode_body(HeadFrameBody(exact=True)))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(fold.topics[T], 10, encode_body(HeadFrameBody(exact=True)))
     assert topic_of(fold).head_seq == 10
 
 
@@ -141,7 +141,7 @@ def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
     fold.records(T, entries(1, 3), in_ram=True)
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
     topic = topic_of(fold, ram_log_survived=True)
     assert (topic.head_seq, topic.ceilings.seq) == (3, 4096)
 
@@ -149,8 +149,8 @@ def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
 def test_durable_records_around_a_lost_ephemeral_period_survive() -> None:
     fold = new()
     fold.records(T, entries(1, 2))
-    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 5, encode_body(HeadFrameBody(exact=True)))
+    fold.config_update(fold.topics[T], encode_body(ConfigFrameBody(TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(fold.topics[T], 5, encode_body(HeadFrameBody(exact=True)))
     fold.records(T, entries(6, 1))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.records, topic.earliest_seq) == (6, 3, 1)
@@ -168,8 +168,8 @@ def test_sessions_come_and_go() -> None:
 def test_a_delete_takes_what_it_says_and_no_more() -> None:
     fold = new()
     fold.records(T, entries(1, 8))
-    fold.delete(T, deleted(1, 2, [1, 3, 5], 5))
-    fold.delete(T, deleted(2, 4, [], 4, below_seq=3))
+    fold.delete(fold.topics[T], deleted(1, 2, [1, 3, 5], 5))
+    fold.delete(fold.topics[T], deleted(2, 4, [], 4, below_seq=3))
     topic = topic_of(fold)
     assert (topic.earliest_seq, topic.evict_floor, topic.records, topic.live_bytes) == (4, 1, 4, 400)
     assert [seq for seq in range(4, 9) if not topic.index.entries(seq, seq)[3] >> 32 & 2] == [4, 6, 7, 8]
@@ -179,8 +179,8 @@ def test_floors_that_come_twice_change_nothing() -> None:
     fold = new()
     fold.records(T, entries(1, 8))
     for _ in range(2):
-        fold.delete(T, deleted(1, 2, [1], 7))
-        fold.evict_watermark(T, evicted(2, 5, EvictReason.TTL, 4))
+        fold.delete(fold.topics[T], deleted(1, 2, [1], 7))
+        fold.evict_watermark(fold.topics[T], evicted(2, 5, EvictReason.TTL, 4))
         fold.records(T, entries(9, 3))
     topic = topic_of(fold)
     assert (topic.revision, topic.earliest_seq, topic.records) == (2, 5, 7)
@@ -189,9 +189,9 @@ def test_floors_that_come_twice_change_nothing() -> None:
 def test_evictions_are_what_the_log_says_and_at_the_end_what_the_caps_say() -> None:
     fold = new(TopicConfig(cap_records=2))
     fold.records(T, entries(1, 3))
-    fold.delete(T, deleted(1, 2, [], 2, below_seq=2))
+    fold.delete(fold.topics[T], deleted(1, 2, [], 2, below_seq=2))
     fold.records(T, entries(4, 1))
-    fold.evict_watermark(T, evicted(2, 3, EvictReason.CAP, 2))
+    fold.evict_watermark(fold.topics[T], evicted(2, 3, EvictReason.CAP, 2))
     fold.records(T, entries(5, 2))
     topic = topic_of(fold)
     assert (topic.earliest_seq, topic.evict_floor, topic.records) == (5, 5, 2)
@@ -203,16 +203,16 @@ def test_counts_of_a_topic_with_records_in_ram_are_counted_again() -> None:
     in_ram = array("Q", [word for seq in range(1, 6) for word in (seq, 5, 100 << 32, 1 | 1 << 32)])
     fold.records(T, in_ram, in_ram=True)
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
-    fold.delete(T, deleted(1, 2, [1], 1))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.delete(fold.topics[T], deleted(1, 2, [1], 1))
     topic = topic_of(fold, ram_log_survived=True)
     assert (topic.earliest_seq, topic.records, topic.live_bytes) == (2, 4, 400)
 
 
 def test_floors_beyond_what_a_lost_ram_log_held() -> None:
     fold = new(TopicConfig(durability="ephemeral"))
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
-    fold.evict_watermark(T, evicted(1, 50, EvictReason.CAP, 20))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.evict_watermark(fold.topics[T], evicted(1, 50, EvictReason.CAP, 20))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.earliest_seq, topic.evict_floor, topic.records) == (4096, 4097, 4097, 0)
 
@@ -253,24 +253,24 @@ def story(fold: Fold) -> Iterator[None]:
     fold.idempotency(T, 1, 5, encode_idempotency(4, b"key"))
     fold.records(T, entries(1, 4))
     yield
-    fold.head_watermark(T + 2, 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(fold.topics[T + 2], 4096, encode_body(HeadFrameBody(exact=False)))
     yield
-    fold.checkpoint_mark(T, 4, marked(1, 4, segment(1, 4)))
+    fold.checkpoint_mark(fold.topics[T], 4, marked(1, 4, segment(1, 4)))
     yield
     fold.records(T, entries(5, 4))
     yield
     fold.topic_delete(T + 1)
     yield
-    fold.delete(T, deleted(2, 2, [1, 6], 6))
+    fold.delete(fold.topics[T], deleted(2, 2, [1, 6], 6))
     yield
-    fold.checkpoint_mark(T, 8, marked(3, 6, segment(1, 8, SEALED), earliest_seq=2))
+    fold.checkpoint_mark(fold.topics[T], 8, marked(3, 6, segment(1, 8, SEALED), earliest_seq=2))
     yield
-    fold.evict_watermark(T, evicted(4, 4, EvictReason.TTL, 4))
+    fold.evict_watermark(fold.topics[T], evicted(4, 4, EvictReason.TTL, 4))
     yield
     fold.records(T, entries(9, 2))
-    fold.evict_watermark(T + 2, evicted(1, 30, EvictReason.CAP, 5))
+    fold.evict_watermark(fold.topics[T + 2], evicted(1, 30, EvictReason.CAP, 5))
     yield
-    fold.checkpoint_mark(T, 10, marked(5, 6, segment(1, 8, SEALED, 1), segment(9, 10), earliest_seq=4))
+    fold.checkpoint_mark(fold.topics[T], 10, marked(5, 6, segment(1, 8, SEALED, 1), segment(9, 10), earliest_seq=4))
     yield
 
 
@@ -306,6 +306,8 @@ def _tell_from(fold: Fold, cut: int) -> None:
     """The part of the story behind the cut: what comes before is told to nobody."""
 
     class Deaf:
+        topics: ClassVar = dict.fromkeys((T, T + 1, T + 2))
+
         def __getattr__(self, _name: str) -> Callable[..., None]:
             return lambda *_frame: None
 
@@ -345,9 +347,9 @@ def test_records_that_were_in_ram_live_on_in_segments() -> None:
     """The topic was `ephemeral` for its first three; the service stopped, and the RAM log is gone."""
     fold = unlocated()
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 3, encode_body(HeadFrameBody(exact=True)))
-    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig())))
+    fold.head_watermark(fold.topics[T], 3, encode_body(HeadFrameBody(exact=True)))
+    fold.config_update(fold.topics[T], encode_body(ConfigFrameBody(TopicConfig())))
     fold.records(T, entries(4, 1))
-    fold.checkpoint_mark(T, 4, marked(1, 4, segment(1, 4)))
+    fold.checkpoint_mark(fold.topics[T], 4, marked(1, 4, segment(1, 4)))
     topic = fold.topics[T]
     assert (topic.head_seq, topic.earliest_seq, topic.evict_floor, topic.records) == (4, 1, 1, 4)

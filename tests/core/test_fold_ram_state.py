@@ -26,7 +26,7 @@ def folded(state: RamStateFrameBody, first: int, count: int, before_creation: bo
         fold.records(T, entries(first, count), in_ram=True)
     fold.ram_state(T, encode_body(state))
     fold.topic_create(T, creation)
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
     return fold
 
 
@@ -38,7 +38,7 @@ def test_the_log_may_begin_beyond_any_watermark() -> None:
     for before_creation in (True, False):
         state = RamStateFrameBody(9000, 8990, EvictReason.CAP, 7, 50, [])
         fold = folded(state, 8980, 40, before_creation)
-        fold.evict_watermark(T, evicted(1, 100, EvictReason.TTL, 5))  # of long ago
+        fold.evict_watermark(fold.topics[T], evicted(1, 100, EvictReason.TTL, 5))  # of long ago
         topic = topic_of(fold, ram_log_survived=True)
         assert floors(topic) == (9019, 9000, 8990, EvictReason.CAP, 7)
         assert (topic.records, topic.last_write_ts) == (20, 50)
@@ -47,7 +47,7 @@ def test_the_log_may_begin_beyond_any_watermark() -> None:
 def test_what_is_said_after_it_counts_on() -> None:
     fold = folded(RamStateFrameBody(9000, 9000, EvictReason.CAP, 7, 50, []), 9000, 10)
     fold.records(T, entries(9010, 5, ts=60), in_ram=True)
-    fold.evict_watermark(T, evicted(1, 9012, EvictReason.CAP, 3))
+    fold.evict_watermark(fold.topics[T], evicted(1, 9012, EvictReason.CAP, 3))
     topic = topic_of(fold, ram_log_survived=True)
     assert floors(topic) == (9014, 9012, 9012, EvictReason.CAP, 1)
     assert topic.records == 3
@@ -89,7 +89,7 @@ def test_durable_records_of_a_topic_that_left_them_behind_stay_gone() -> None:
     fold.ram_state(T, encode_body(RamStateFrameBody(50, 50, EvictReason.CAP, 1, 5, [])))
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     fold.records(T, entries(1, 100))
-    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(fold.topics[T], 4096, encode_body(HeadFrameBody(exact=False)))
     assert floors(topic_of(fold, ram_log_survived=True)) == (120, 50, 50, EvictReason.CAP, 1)
 
 

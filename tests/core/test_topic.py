@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.list_index import ListIndex
-from topics.core.config import TopicConfig
+from topics.core.config import TopicConfig, check_room
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.topic import Topic
@@ -69,16 +69,21 @@ def test_reasons_of_different_runs_are_told_apart() -> None:
 def test_reject_refuses_before_anything_is_assigned() -> None:
     topic = make(cap_records=3, discard="reject")
     append(topic, 2)
-    topic.check_room(1, 100, 0, 0)
+
+    def check(count: int, size_bytes: int, more_records: int = 0, more_bytes: int = 0) -> None:
+        held = topic.records + more_records, topic.live_bytes + more_bytes
+        check_room(topic.name, topic.config, count, size_bytes, *held)
+
+    check(1, 100)
     with pytest.raises(TopicsError) as full:
-        topic.check_room(1, 100, pending_records=1, pending_bytes=100)
+        check(1, 100, more_records=1, more_bytes=100)
     assert full.value.code == "topic_full"
     with pytest.raises(TopicsError) as never:
-        topic.check_room(4, 400, 0, 0)
+        check(4, 400)
     assert never.value.code == "record_too_large"
     topic.configured(TopicConfig(cap_records=2, cap_bytes=300, discard="reject"))
     with pytest.raises(TopicsError) as never:  # full as well, but no room that comes will do
-        topic.check_room(1, 301, 0, 0)
+        check(1, 301)
     assert (never.value.code, never.value.detail) == ("record_too_large", {"cap_bytes": 300})
 
 

@@ -122,7 +122,7 @@ class Sights:
     def owner(self, name: str) -> int:
         return 0
 
-    async def call(self, _shard: int, request: CatchUp) -> CaughtUp:
+    async def ask(self, request: CatchUp) -> CaughtUp:
         self.asked += 1
         return CaughtUp(True, False)
 

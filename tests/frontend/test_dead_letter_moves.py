@@ -29,17 +29,17 @@ def test_a_redrive_takes_nothing_of_a_topic_that_has_the_name_of_its_dead_letter
         await live.put("dead", type=type_)
         records = lay_out([(b"", b"", b"1", LETTER)] * 2)
         await live.gateway.submit_append(0, AppendOptions("dead", False), records)
-        call = live.gateway.call
+        ask = live.gateway.ask
 
-        async def call_later(shard: int, request: Any) -> Any:
+        async def ask_later(request: Any) -> Any:
             if type(request).__name__ == before:
                 await live.delete("dead")
                 await live.put("dead", type=type_)
                 await live.write("dead", 3)
-            return await call(shard, request)
+            return await ask(request)
 
         with monkeypatch.context() as patched:
-            patched.setattr(live.gateway, "call", call_later)
+            patched.setattr(live.gateway, "ask", ask_later)
             letters = DeadLetters(live.gateway, live.reader, UnreadableJobs())
             with pytest.raises(TopicsError) as gone:
                 await letters.redrive("q", "dead", 0, 10)

@@ -480,7 +480,7 @@ class Groups(RuleBasedStateMachine):
                 if not carried:
                     return None
                 seqs = [carried[pick % len(carried)] for pick in picked]
-                return Bury("q", seqs) if what == "bury" else Release("q", seqs, 30)
+                return Bury("q", seqs) if what == "bury" else Release("q", seqs, delay_ms=30)
         self.lives += 1
         self.streams.clear()
         return Hello(self.lives)

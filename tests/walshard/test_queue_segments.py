@@ -156,7 +156,7 @@ def test_whatever_happens_a_snapshot_says_what_the_log_says(pair: Pair, seed: in
                             DeleteRecords(name, chance.randrange(1, 12), None, b""),
                             Remove(name, sorted(chance.sample(range(1, 40), 3))),
                             Bury(name, dead[name]),
-                            Release(name, dead[name], 100),
+                            Release(name, dead[name], delay_ms=100),
                         )
                     )
                 )
@@ -231,7 +231,7 @@ def test_jobs_cursors_and_counters_are_there_when_the_log_behind_them_is_gone(pa
     dealt = rig.call(Claim("q", "w", 1, MINUTE_MS, 1))
     assert (dealt.seqs, dealt.dead) == ([101], list(range(41, 51)))
     rig.call(Bury("q", list(range(41, 46))))
-    rig.call(Release("q", list(range(46, 51)), MINUTE_MS))
+    rig.call(Release("q", list(range(46, 51)), delay_ms=MINUTE_MS))
     directory = layout.wal_dir(rig.settings.data_dir)
     before = set(list_log_files(rig.fs, directory))
     for _ in range(4):

@@ -288,7 +288,7 @@ def test_dead_letters_are_counted_over_restarts(rig: Rig) -> None:
     assert (dealt.seqs, dealt.dead, dealt.dead_deliveries, dealt.dead_letter) == ([3], [1, 2], [1, 1], "dead")
     assert counts(rig) == (0, 1, 0)
     assert rig.call(Bury("q", [1, 3])).count == 1
-    rig.call(Release("q", [2, 3], 1_000))
+    rig.call(Release("q", [2, 3], delay_ms=1_000))
     assert counts(rig) == (0, 1, 1)
     assert claim(rig, 5).dead == []
     rig.clock.ms += 1_001
@@ -310,7 +310,7 @@ def test_a_late_end_of_a_move_is_that_of_a_queue_and_not_of_a_name(rig: Rig) -> 
         ids.append(dealt.topic_id)
         if len(ids) == 1:
             rig.call(DeleteTopic("q", False))
-    for late in (Bury("q", [1], ids[0]), Release("q", [1], 0, ids[0])):
+    for late in (Bury("q", [1], ids[0]), Release("q", [1], ids[0])):
         with pytest.raises(TopicsError) as refused:
             rig.call(late)
         assert refused.value.code == "topic_not_found"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
@@ -123,24 +123,7 @@ def build(
     relocation = store = None
     if settings.cold_place is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
-        topics_dir = layout.topics_dir(settings.data_dir)
-        one_cold = next(
-            (
-                layout.object_name(topic.id, info.first_seq, info.version)
-                for shard_copy in shard_copies
-                for topic in shard_copy.fold.topics.values()
-                for info in shard_copy.index_of(topic).segments
-                if info.flags & COLD and not (loan is not None and loan.has(topic.id, info))
-            ),
-            None,
-        )
-
-        def owner() -> str:
-            return service_id.describe(service_id.keep_id(fs, settings.data_dir), settings.data_dir)
-
-        store = open_store(fs, settings.cold_place, apart_from=topics_dir, new=one_cold is None, owner=owner)
-        if one_cold is not None:
-            helper.submit(_check_cold, store, one_cold)
+        store = _open_cold(fs, settings.data_dir, settings.cold_place, _find_cold(shard_copies, loan), helper)
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
     source = cold_source(fs, note, store)
     fetch = None if source is None else ColdFetch(fs, settings.data_dir, source, helper, wake)
@@ -160,6 +143,28 @@ def build(
     )
     compactor.consider_all()
     return compactor
+
+
+def _find_cold(shard_copies: list[ShardCopy], loan: Loan | None) -> str | None:
+    """Return the name of an object that the cold tier must have; None if no segment is there."""
+    for shard_copy in shard_copies:
+        for topic in shard_copy.fold.topics.values():
+            for info in shard_copy.index_of(topic).segments:
+                if info.flags & COLD and not (loan is not None and loan.has(topic.id, info)):
+                    return layout.object_name(topic.id, info.first_seq, info.version)
+    return None
+
+
+def _open_cold(fs: FileSystem, data_dir: str, place: str, known: str | None, helper: Executor) -> SegmentStore:
+    """Open the cold tier. If it must have the object `known`, the helper checks that."""
+
+    def owner() -> str:
+        return service_id.describe(service_id.keep_id(fs, data_dir), data_dir)
+
+    store = open_store(fs, place, apart_from=layout.topics_dir(data_dir), new=known is None, owner=owner)
+    if known is not None:
+        helper.submit(_check_cold, store, known)
+    return store
 
 
 def _check_cold(store: SegmentStore, name: str) -> None:

@@ -48,6 +48,14 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         """True if a write is on the disk before it is acknowledged, or seen."""
         return self.durability in ("fsync", "archived")
 
+    def over_caps(self, records: int, size_bytes: int) -> tuple[int, int]:
+        """Return by how many records and bytes so much is over the caps; room for so many more if it is negative."""
+        return records - (self.cap_records or U64_MAX), size_bytes - (self.cap_bytes or U64_MAX)
+
+    def can_hold(self, records: int, size_bytes: int) -> bool:
+        """Return whether the caps allow so much."""
+        return max(self.over_caps(records, size_bytes)) <= 0
+
     def echo(self) -> dict[str, Any]:
         """Return the configuration as every answer shows it: all fields, and `durable`, an alias of the class."""
         shown: dict[str, Any] = {}
@@ -111,8 +119,6 @@ def check_room(topic: str, config: TopicConfig, count: int, size_bytes: int, rec
     """Refuse a write of `count` records and `size_bytes` if it does not fit a `reject` topic that already holds
     `records` and `live_bytes`.
     """
-    if config.discard != "reject":
-        return
     caps = ((config.cap_records, count, records, "records"), (config.cap_bytes, size_bytes, live_bytes, "bytes"))
     # First refuse a write that can never fit: its client must not wait for room.
     for cap, write, _held, unit in caps:

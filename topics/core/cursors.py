@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from topics.api.requests import Consistency as Consistency
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, throttled
 
 Stretch = tuple[int, int]
 """(after_seq, last_seq): the records behind the first seq, up to the second."""
@@ -126,10 +126,10 @@ class NamedCursor:
             return False
         if not self.strict:
             if len(self._under_way) >= UNDER_WAY_MAX:
-                raise TopicsError(
-                    "throttled",
+                raise throttled(
                     f"{UNDER_WAY_MAX} answers of cursor {self.name!r} are under way to readers that do not take them",
-                    {"limit": "cursor_reads", "max": UNDER_WAY_MAX},
+                    limit="cursor_reads",
+                    max=UNDER_WAY_MAX,
                 )
             self._under_way[frontend, read] = (from_seq, to_seq)
         if again:
@@ -238,11 +238,7 @@ class Cursors:
     def check_room(self, name: str) -> None:
         """Refuse (`429 throttled`) a new cursor beyond CURSORS_MAX."""
         if name not in self._by_name and len(self._by_name) >= CURSORS_MAX:
-            raise TopicsError(
-                "throttled",
-                f"a topic has at most {CURSORS_MAX} cursors; delete some",
-                {"limit": "cursors", "max": CURSORS_MAX},
-            )
+            raise throttled(f"a topic has at most {CURSORS_MAX} cursors; delete some", limit="cursors", max=CURSORS_MAX)
 
     def logged(self, body: CursorFrameBody) -> None:
         """Apply a CURSOR frame of the log."""

@@ -73,6 +73,21 @@ def invalid(message: str, **detail: Any) -> TopicsError:
     return TopicsError("invalid_request", message, detail or None)
 
 
+def forbidden(message: str, **detail: Any) -> TopicsError:
+    """Return the error of a request that its key, or the page that it comes from, may not make."""
+    return TopicsError("forbidden", message, detail or None)
+
+
+def throttled(message: str, **detail: Any) -> TopicsError:
+    """Return the error of a request at a bound (`limit`, `max`), or that finds no room now (`retry_after_ms`)."""
+    return TopicsError("throttled", message, detail or None)
+
+
+def storage_unavailable(message: str, **detail: Any) -> TopicsError:
+    """Return the error of a request whose files cannot be read or written now."""
+    return TopicsError("storage_unavailable", message, detail or None)
+
+
 def topic_not_found(name: str) -> TopicsError:
     """Return the error of a request for a topic that does not exist."""
     return TopicsError("topic_not_found", f"topic {name!r} does not exist", {"topic": name})

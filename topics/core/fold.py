@@ -150,7 +150,7 @@ class Fold:
     def records(self, topic_id: int, entries: array[int], in_ram: bool = False) -> None:
         """Gather a run of Append frames of one topic, given as index entries in log order."""
         if not in_ram:
-            self._topic(topic_id)
+            self.topic(topic_id)
         waiting = self._in_ram if in_ram else self._pending
         pending = waiting.get(topic_id)
         if pending is None:
@@ -185,7 +185,7 @@ class Fold:
             _add_jobs(topic, attributes)
 
     def topic_delete(self, topic_id: int) -> None:
-        topic = self._topic(topic_id)
+        topic = self.topic(topic_id)
         if topic is not None:
             self.deleted_names.add(topic.name)
             self.routers.topic_deleted(topic_id)
@@ -196,55 +196,44 @@ class Fold:
             topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
 
-    def config_update(self, topic_id: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None:
-            self._apply_pending(topic)
-            # The log has its own frames for the evictions that a new configuration causes.
-            former, topic.config = topic.config, control_bodies.decode_config(data).config
-            if topic.config.durability != former.durability:  # all its records are on the disk
-                self._ceilings.pop(topic_id, None)
-            if topic.queue is not None and not topic.config.leases_durable:
-                topic.queue.forget_logged()
+    def config_update(self, topic: Topic, data: bytes) -> None:
+        self._apply_pending(topic)
+        # The log has its own frames for the evictions that a new configuration causes.
+        former, topic.config = topic.config, control_bodies.decode_config(data).config
+        if topic.config.durability != former.durability:  # all its records are on the disk
+            self._ceilings.pop(topic.id, None)
+        if topic.queue is not None and not topic.config.leases_durable:
+            topic.queue.forget_logged()
 
-    def delete(self, topic_id: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None:
-            body = control_bodies.decode_delete(data)
-            seqs = decode_runs(body.runs)
-            self._end_jobs(topic, seqs)
-            if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
-                self._flag_deleted(topic, seqs)
-                self._apply_floors(topic, body.floors)
+    def delete(self, topic: Topic, data: bytes) -> None:
+        body = control_bodies.decode_delete(data)
+        seqs = decode_runs(body.runs)
+        self._end_jobs(topic, seqs)
+        if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
+            self._flag_deleted(topic, seqs)
+            self._apply_floors(topic, body.floors)
 
-    def evict_watermark(self, topic_id: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None:
-            floors = control_bodies.decode_evict(data).floors
-            if self._is_new(topic, floors.revision, floors.earliest_seq):
-                self._apply_floors(topic, floors)
+    def evict_watermark(self, topic: Topic, data: bytes) -> None:
+        floors = control_bodies.decode_evict(data).floors
+        if self._is_new(topic, floors.revision, floors.earliest_seq):
+            self._apply_floors(topic, floors)
 
-    def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None:
-            body = control_bodies.decode_mark(data)
-            if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
-                if up_to_seq > topic.head_seq:
-                    self._uncounted.add(topic_id)
-                topic.index.checkpointed(body.segments)
-                topic.extend_head(up_to_seq)
-                self._apply_floors(topic, body.floors)
-                topic.index.drop_before(topic.earliest_seq)
+    def checkpoint_mark(self, topic: Topic, up_to_seq: int, data: bytes) -> None:
+        body = control_bodies.decode_mark(data)
+        if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
+            if up_to_seq > topic.head_seq:
+                self._uncounted.add(topic.id)
+            topic.index.checkpointed(body.segments)
+            topic.extend_head(up_to_seq)
+            self._apply_floors(topic, body.floors)
+            topic.index.drop_before(topic.earliest_seq)
 
-    def head_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is None:
-            return
+    def head_watermark(self, topic: Topic, seq: int, data: bytes) -> None:
         body = control_bodies.decode_head(data)
         if topic.config.durability == "ephemeral":
-            self._ram.head(topic_id, seq, body.exact)
+            self._ram.head(topic.id, seq, body.exact)
             return
-        self._ceilings[topic_id] = max(seq, self._ceilings.get(topic_id, 0))
+        self._ceilings[topic.id] = max(seq, self._ceilings.get(topic.id, 0))
         if body.exact:
             self._apply_pending(topic)
             _lose_tail(topic, seq, body.reason)
@@ -265,30 +254,25 @@ class Fold:
         elif topic_id not in self.created_ids:
             self._early_attributes.setdefault(topic_id, []).append(data)
 
-    def lease(self, topic_id: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None and topic.queue is not None:
+    def lease(self, topic: Topic, data: bytes) -> None:
+        if topic.queue is not None:
             topic.queue.logged(control_bodies.decode_lease(data))
 
-    def ack(self, topic_id: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None:
-            body = control_bodies.decode_ack(data)
-            if topic.queue is not None:
-                topic.queue.dead_lettered = max(topic.queue.dead_lettered, body.dead_lettered)
-                if body.keep:
-                    topic.queue.finish(body.runs)
-            if not body.keep:
-                seqs = body.seqs()
-                self._end_jobs(topic, seqs)
-                if self._is_new(topic, body.revision, body.earliest_seq):
-                    self._flag_deleted(topic, seqs)
-                    self._apply_floors(topic, body.floors_of(topic))
+    def ack(self, topic: Topic, data: bytes) -> None:
+        body = control_bodies.decode_ack(data)
+        if topic.queue is not None:
+            topic.queue.dead_lettered = max(topic.queue.dead_lettered, body.dead_lettered)
+            if body.keep:
+                topic.queue.finish(body.runs)
+        if not body.keep:
+            seqs = body.seqs()
+            self._end_jobs(topic, seqs)
+            if self._is_new(topic, body.revision, body.earliest_seq):
+                self._flag_deleted(topic, seqs)
+                self._apply_floors(topic, body.floors_of(topic))
 
-    def cursor(self, topic_id: int, data: bytes) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None:
-            topic.cursors.logged(control_bodies.decode_cursor(data))
+    def cursor(self, topic: Topic, data: bytes) -> None:
+        topic.cursors.logged(control_bodies.decode_cursor(data))
 
     def ram_state(self, topic_id: int, data: bytes) -> None:
         """Take the state that only removed files of the RAM log had. The latest such frame counts."""
@@ -303,7 +287,7 @@ class Fold:
         """Take the cursor of a dest; the RAM log may have one before the durable log creates the dest."""
         feed = decode_feed(data)
         if not in_ram:
-            topic = self._topic(topic_id)
+            topic = self.topic(topic_id)
             if topic is None:
                 return
             if feed.trimmed and topic.config.durability != "ephemeral":
@@ -387,7 +371,7 @@ class Fold:
             else:
                 self._apply_pending(topic)
 
-    def _topic(self, topic_id: int) -> Topic | None:
+    def topic(self, topic_id: int) -> Topic | None:
         """Return the topic that a frame belongs to, None if it was deleted. Raise FoldError for an unknown id."""
         topic = self.topics.get(topic_id)
         if topic is None and topic_id not in self.created_ids:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from enum import Flag
 from typing import Final
 
-from topics.core.errors import TopicsError
+from topics.core.errors import forbidden
 
 
 class KeyScope(Flag):
@@ -71,16 +71,12 @@ class ApiKey:
         """Raise `403 forbidden` unless the key has all of `needed` and covers all of `names`."""
         if needed not in self.scopes:
             missing = sorted(str(scope.name).lower() for scope in needed if scope not in self.scopes)
-            raise TopicsError(
-                "forbidden",
-                f"this key has no scope {' and '.join(missing)}, which the request needs",
-                {"missing_scopes": missing},
+            raise forbidden(
+                f"this key has no scope {' and '.join(missing)}, which the request needs", missing_scopes=missing
             )
         for name in names:
             if not self.covers(name):
-                raise TopicsError(
-                    "forbidden", f"name {name[:300]!r} is outside the prefixes of this key", {"name": name[:300]}
-                )
+                raise forbidden(f"name {name[:300]!r} is outside the prefixes of this key", name=name[:300])
 
     def narrowed(self, prefix: str) -> tuple[str, ...]:
         """Return the prefixes of exactly the names that begin with `prefix` and that it covers, none within another."""

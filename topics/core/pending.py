@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from topics.core import idempotency
 from topics.core.ceilings import Ceiling, Ceilings
+from topics.core.config import check_room
 from topics.core.control_bodies import AckFrameBody, JobRow
 from topics.core.errors import TopicsError, not_a_queue
 from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_producer_key, is_stage_key, parse_key
@@ -132,10 +133,11 @@ class PendingTopic:
             topic.check_head(if_head_seq, self.head_seq)
         if self._room_can_be_made(count, size_bytes, expiry_ms):
             raise RoomNeeded
-        if not is_staged:
-            topic.check_room(count, size_bytes, self.records, self.live_bytes)
-        elif not count:
+        if is_staged and not count:
             raise TopicsError("not_found", f"a stage for topic {topic.name!r} is gone before it was published")
+        if not is_staged and topic.config.discard == "reject":
+            held = topic.records + self.records, topic.live_bytes + self.live_bytes
+            check_room(topic.name, topic.config, count, size_bytes, *held)
         return None
 
     def _room_can_be_made(self, count: int, size_bytes: int, expiry_ms: int) -> bool:
@@ -236,8 +238,7 @@ def done_jobs_to_drop(topic: Topic, records: int, size_bytes: int, dying: Set[in
     config, queue = topic.config, topic.queue
     if config.discard != "reject" or queue is None or not queue.done.count:
         return []
-    over_records = topic.records + records - config.cap_records if config.cap_records else 0
-    over_bytes = topic.live_bytes + size_bytes - config.cap_bytes if config.cap_bytes else 0
+    over_records, over_bytes = config.over_caps(topic.records + records, topic.live_bytes + size_bytes)
     if over_records <= 0 and over_bytes <= 0:
         return []
     most_records = over_records + config.cap_records // _SPARE_SHARE

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from topics.api.requests import GivenRouter, Guarantee
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError, invalid, throttled
 from topics.core.names import check_router_name, check_topic_name
 from topics.core.tags import Match, parse_match
 
@@ -168,7 +168,7 @@ class RouterRegistry:
             return Router(old.id, old.version + 1, name, spec, counts_hops), False
         if len(self._into.get(spec.dest, ())) >= DEST_ROUTERS_MAX:
             message = f"{DEST_ROUTERS_MAX} routers lead to topic {spec.dest!r}, the most for one topic; delete some"
-            raise TopicsError("throttled", message, {"limit": "dest_routers", "max": DEST_ROUTERS_MAX})
+            raise throttled(message, limit="dest_routers", max=DEST_ROUTERS_MAX)
         return Router(self.last_id + 1, 1, name, spec, counts_hops), old is None
 
     def put(self, router: Router) -> None:

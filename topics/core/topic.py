@@ -25,7 +25,7 @@ import msgspec
 
 from topics.core import record_index
 from topics.core.ceilings import Ceilings
-from topics.core.config import TopicConfig, check_room
+from topics.core.config import U64_MAX, TopicConfig
 from topics.core.cursors import Cursors
 from topics.core.errors import TopicsError
 from topics.core.floors import Deletion, EvictReason, Floors, Front
@@ -83,11 +83,12 @@ class Topic:
 
     # -- before a write
 
-    def check_room(self, count: int, size_bytes: int, pending_records: int, pending_bytes: int) -> None:
-        """Refuse a write that a `reject` topic cannot take; the group has already added `pending_*` to the topic."""
-        if self.config.discard == "reject":
-            held = self.records + pending_records, self.live_bytes + pending_bytes
-            check_room(self.name, self.config, count, size_bytes, *held)
+    def room(self) -> tuple[int, int]:
+        """Return the (records, bytes) that a `reject` topic can still take. Any other topic makes room: no bound."""
+        if self.config.discard != "reject":
+            return U64_MAX, U64_MAX
+        over_records, over_bytes = self.config.over_caps(self.records, self.live_bytes)
+        return -over_records, -over_bytes
 
     def growth(self, count: int, size_bytes: int) -> int:
         """Return how much a write of `count` records adds to `live_bytes`: its size less the bytes that caps evict."""
@@ -95,12 +96,9 @@ class Topic:
 
     def must_expire_first(self, count: int, size_bytes: int, now_ms: int) -> bool:
         """True if a cap would refuse this write, or evict records for it, while it still counts expired records."""
-        config = self.config
-        if not config.ttl_ms:
+        if not self.config.ttl_ms or self.config.can_hold(self.records + count, self.live_bytes + size_bytes):
             return False
-        full = config.cap_records and self.records + count > config.cap_records
-        full = full or (config.cap_bytes and self.live_bytes + size_bytes > config.cap_bytes)
-        return bool(full) and self.expired_below(now_ms) > self.earliest_seq
+        return self.expired_below(now_ms) > self.earliest_seq
 
     def check_head(self, if_head_seq: int | None, pending_head_seq: int) -> None:
         """Raise `409 head_mismatch` for a write whose writer has seen another head (api §2)."""
@@ -271,22 +269,16 @@ class Topic:
 
     # -- retention (api §3.2)
 
-    def evict_over_cap(self) -> bool:
-        """Evict the oldest records until the topic is within its caps (`discard: "old"`). True if any were evicted."""
-        moved = False
+    def evict_over_cap(self) -> None:
+        """Evict the oldest records until the topic is within its caps (`discard: "old"`)."""
         # Usually once. Again if an unreadable index gave an estimate, and fewer records went than it said.
-        while self.evict_below(self._over_cap(0, 0)[0], EvictReason.CAP):
-            moved = True
-        return moved
+        while (seq := self._over_cap(0, 0)[0]) > self.earliest_seq:
+            self.evict_below(seq, EvictReason.CAP)
 
     def _over_cap(self, more_records: int, more_bytes: int) -> tuple[int, int]:
         """Return (first seq that the caps keep, live bytes below it) once the topic has this many more of each."""
-        config = self.config
-        if config.discard == "reject":
-            return self.earliest_seq, 0
-        records = self.records + more_records - config.cap_records if config.cap_records else 0
-        size_bytes = self.live_bytes + more_bytes - config.cap_bytes if config.cap_bytes else 0
-        if records <= 0 and size_bytes <= 0:
+        records, size_bytes = self.config.over_caps(self.records + more_records, self.live_bytes + more_bytes)
+        if self.config.discard == "reject" or (records <= 0 and size_bytes <= 0):
             return self.earliest_seq, 0
         return record_index.first_kept(self.index, self.earliest_seq, self.head_seq, records, size_bytes)
 
@@ -313,12 +305,11 @@ class Topic:
             self._front_ts = self.earliest_seq, self.index.ts_at(self.earliest_seq)
         return self._front_ts[1]
 
-    def evict_below(self, seq: int, reason: EvictReason) -> bool:
-        """Evict everything live below `seq` before the log says so. True if the floors moved."""
+    def evict_below(self, seq: int, reason: EvictReason) -> None:
+        """Evict everything live below `seq` before the log says so."""
         floors = self.plan_eviction(seq, reason)
         if floors is not None:
             self._apply(floors)
-        return floors is not None
 
     def plan_eviction(self, seq: int, reason: EvictReason) -> Floors | None:
         """Return the floors after the eviction of everything live below `seq`; None if nothing is."""

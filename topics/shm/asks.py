@@ -30,6 +30,12 @@ class Asks(Generic[ReplyT]):
         return answer
 
 
+class OfTopic(Message, frozen=True):
+    """Base of requests to the shard that owns the topic `name`, which need not exist."""
+
+    name: str
+
+
 class Done(Message, frozen=True):
     """The request was carried out."""
 

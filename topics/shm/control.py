@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Final
 
 from topics.core.config import CLASSES
+from topics.core.errors import TopicsError
 from topics.core.scheduler import BANDS
 from topics.shm.memory import SharedObject
 
@@ -198,6 +199,15 @@ class ProcessCell(Cell):
         self.set("heartbeat_ms", now_ms)
         self.set("state", state)
 
+    @property
+    def present_state(self) -> ProcessState:
+        """The state of the process. One that the process wrote itself counts only if its present life wrote it."""
+        pid = self.supervisor.get("pid")
+        if not pid:
+            return ProcessState(self.supervisor.get("state"))
+        own = ProcessState(self.get("state")) if self.get("pid") == pid else ProcessState.NONE
+        return own or ProcessState.STARTING
+
 
 def log_bytes(shard: Cell) -> int:
     """Return the bytes of a shard's log since the snapshot with which the service started. It only grows."""
@@ -224,6 +234,11 @@ def replay_progress(shards: Sequence[Cell]) -> float:
     """Return the share of all logs that has been read, 0 to 1. A shard that was ready once counts as read."""
     ppm = sum(1_000_000 if cell.get("generation") else cell.get("progress_ppm") for cell in shards)
     return ppm / len(shards) / 1_000_000
+
+
+def not_ready(shards: Sequence[Cell], message: str = "the log is still being replayed") -> TopicsError:
+    """Return the error of a request that needs one of these shards before it has read its log."""
+    return TopicsError("not_ready", message, {"replay_progress": replay_progress(shards)})
 
 
 class ControlPage:

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from topics.core.job import JobView, State
-from topics.shm.asks import Asks, Deleted, Done, Message
+from topics.shm.asks import Asks, Deleted, Done, Message, OfTopic
 
 
 class Dealt(Message, frozen=True):
@@ -75,10 +75,9 @@ class RemoveReply(Message, frozen=True):
     count: int
 
 
-class Claim(Message, Asks[Dealt | Waiting], frozen=True):
+class Claim(OfTopic, Asks[Dealt | Waiting], frozen=True):
     """Lease at most `max` jobs to this node. A nil `lease_ms` means the queue's own."""
 
-    name: str
     node: str
     max: int
     lease_ms: int | None
@@ -86,62 +85,54 @@ class Claim(Message, Asks[Dealt | Waiting], frozen=True):
     """The `stream` of the later `Dealt` if the claim has to wait."""
 
 
-class _OfLeased(Message, frozen=True):
+class OfLeased(OfTopic, frozen=True):
     """Base of requests about jobs that are leased to `node`. With `lease_nos` only exactly these leases count."""
 
-    name: str
     node: str
     seqs: list[int]
     lease_nos: list[int] | None
 
 
-class Ack(_OfLeased, Asks[AckReply], frozen=True):
+class Ack(OfLeased, Asks[AckReply], frozen=True):
     """These jobs are done."""
 
 
-class Nack(_OfLeased, Asks[AckReply], frozen=True):
+class Nack(OfLeased, Asks[AckReply], frozen=True):
     """Make these jobs ready again after `delay_ms`."""
 
     delay_ms: int
 
 
-class Extend(_OfLeased, Asks[ExtendReply], frozen=True):
+class Extend(OfLeased, Asks[ExtendReply], frozen=True):
     """Extend these leases: they end `lease_ms` from now."""
 
     lease_ms: int
 
 
-class Unclaim(Message, Asks[Done], frozen=True):
+class Unclaim(OfLeased, Asks[Done], frozen=True):
     """Take back leases that never reached their consumer and so are no deliveries. Jobs are ready after `delay_ms`."""
 
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int]
     delay_ms: int = 0
 
 
-class WorkOpen(Message, Asks[Done], frozen=True):
+class WorkOpen(OfTopic, Asks[Done], frozen=True):
     """Keep `max` jobs leased to this stream. It is sent again to change `max`, and to a restarted shard."""
 
-    name: str
     stream: int
     node: str
     max: int
     lease_ms: int | None
 
 
-class WorkClose(Message, Asks[Done], frozen=True):
+class WorkClose(OfTopic, Asks[Done], frozen=True):
     """The stream has ended: its jobs are ready again at once."""
 
-    name: str
     stream: int
 
 
-class _OfRecords(Message, frozen=True):
+class _OfRecords(OfTopic, frozen=True):
     """Base of requests about records of a topic. A `topic_id` other than 0 must be that topic's."""
 
-    name: str
     seqs: list[int]
     topic_id: int = 0
 
@@ -150,21 +141,15 @@ class Bury(_OfRecords, Asks[RemoveReply], frozen=True):
     """Remove these dead jobs: they are in the dead-letter topic now."""
 
 
-class Release(Message, Asks[Done], frozen=True):
-    """Release dead or reserved jobs that could not be moved: they may be dealt again after `delay_ms`. `topic_id` is as
-    in `Bury`.
-    """
+class Release(_OfRecords, Asks[Done], frozen=True):
+    """Release dead or reserved jobs that could not be moved: they may be dealt again after `delay_ms`."""
 
-    name: str
-    seqs: list[int]
-    delay_ms: int
-    topic_id: int = 0
+    delay_ms: int = 0
 
 
-class Peek(Message, Asks[Peeked], frozen=True):
+class Peek(OfTopic, Asks[Peeked], frozen=True):
     """Return at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"). Changes nothing."""
 
-    name: str
     from_seq: int
     state: State | None
     max: int
@@ -205,50 +190,48 @@ class CursorMoved(Message, frozen=True):
     under_way: bool = False
 
 
-class CursorPut(Message, Asks[CursorReply], frozen=True):
+class _OfCursor(OfTopic, frozen=True):
+    """Base of requests about one named cursor."""
+
+    cursor: str
+
+
+class CursorPut(_OfCursor, Asks[CursorReply], frozen=True):
     """Create a named cursor or change it. A nil field stays as it is; a new cursor is `at_least_once`, 1, from 0."""
 
-    name: str
-    cursor: str
     consistency: Literal["strictly_at_once", "at_least_once"] | None
     persist_every: int | None
     seq: int | None
     tail: bool
 
 
-class CursorDelete(Message, Asks[Deleted], frozen=True):
-    name: str
-    cursor: str
+class CursorDelete(_OfCursor, Asks[Deleted], frozen=True):
+    """Delete the cursor, if it exists."""
 
 
-class CursorGet(Message, Asks[CursorList], frozen=True):
+class CursorGet(OfTopic, Asks[CursorList], frozen=True):
     """Return the cursor, or (nil) the first `most` after the name `after`, for a reader that has read `passed_seq`."""
 
-    name: str
     cursor: str | None
     after: str = ""
     most: int = 1000
     passed_seq: int = 0
 
 
-class CursorAdvance(Message, Asks[CursorMoved], frozen=True):
+class CursorAdvance(_OfCursor, Asks[CursorMoved], frozen=True):
     """Move the cursor from `from_seq` to `to_seq` for a reader. The frontend uses no number `read` twice."""
 
-    name: str
-    cursor: str
     revision: int
     from_seq: int
     to_seq: int
     read: int
 
 
-class CursorPassedOn(Message, Asks[Done], frozen=True):
+class CursorPassedOn(_OfCursor, Asks[Done], frozen=True):
     """Say whether the answer of a read was passed to its connection. The frontend sends it after a CursorAdvance whose
     answer asks for it, or never came: then the shard may have moved the cursor, or may do so soon.
     """
 
-    name: str
-    cursor: str
     revision: int
     read: int
     passed_on: bool

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, throttled
 from topics.shm.control import Cell
 from topics.shm.memory import fence
 
@@ -67,11 +67,11 @@ class Quota:
 
 def quota_reached(limit: str, most: int) -> TopicsError:
     """Return the error for a request that would exceed a quota of the service."""
-    return TopicsError(
-        "throttled",
+    return throttled(
         f"the service may have at most {most} {limit.replace('_', ' ')}; remove some, or raise"
         f" TOPICS_MAX_{limit.upper()}",
-        {"limit": f"max_{limit}", "max": most},
+        limit=f"max_{limit}",
+        max=most,
     )
 
 

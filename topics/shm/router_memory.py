@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.errors import TopicsError
+from topics.core.errors import storage_unavailable
 from topics.core.routers import Router, RouterRegistry
 from topics.shm.memory import SharedObject
 
@@ -96,7 +96,7 @@ class RouterTableWriter:
 
     def _back(self, region: int, length: int) -> None:
         if length > REGION_BYTES:
-            raise TopicsError("storage_unavailable", f"the table of routers has no room beyond {REGION_BYTES} bytes")
+            raise storage_unavailable(f"the table of routers has no room beyond {REGION_BYTES} bytes")
         if length <= self._backed[region]:
             return
         start, grow = self._backed[region], -(-(length - self._backed[region]) // GROW_BYTES) * GROW_BYTES
@@ -105,7 +105,7 @@ class RouterTableWriter:
             self._shared.reserve(_HEADER_BYTES + region * REGION_BYTES + start, grow)
         except OSError as error:
             reason = f"/dev/shm has no room for {grow} more bytes of the table of routers: {error.strerror}"
-            raise TopicsError("storage_unavailable", reason) from error
+            raise storage_unavailable(reason) from error
         self._backed[region] += grow
 
 

@@ -16,7 +16,7 @@ import msgspec
 from topics.core.config import TopicConfig
 from topics.core.routers import Router, RouterSpec
 from topics.core.segment_list import SegmentInfo
-from topics.shm.asks import Asks, Deleted, Done, Message
+from topics.shm.asks import Asks, Deleted, Done, Message, OfTopic
 
 SESSION_TTL_MS: Final = 300_000
 """The time for which a watch session without a stream is kept."""
@@ -41,34 +41,29 @@ class DeleteRecordsReply(Message, frozen=True):
     rest: DeleteRecords | None = None
 
 
-class PutTopic(Message, Asks[PutTopicReply], frozen=True):
+class PutTopic(OfTopic, Asks[PutTopicReply], frozen=True):
     """Create a topic or replace its configuration. `turns` is set in a `rest`: the turns the change has had."""
 
-    name: str
     config: TopicConfig
     type_given: bool
     turns: int = 0
 
 
-class EnsureTopic(Message, Asks[PutTopicReply], frozen=True):
+class EnsureTopic(OfTopic, Asks[PutTopicReply], frozen=True):
     """Create a topic with the default configuration; an existing one stays as it is."""
 
-    name: str
 
-
-class DeleteTopic(Message, Asks[Deleted], frozen=True):
-    name: str
+class DeleteTopic(OfTopic, Asks[Deleted], frozen=True):
     if_empty: bool
 
 
-class DeleteRecords(Message, Asks[DeleteRecordsReply], frozen=True):
+class DeleteRecords(OfTopic, Asks[DeleteRecordsReply], frozen=True):
     """Delete records below `before_seq` that match (`core/tags.py`); a nil `op` matches every record.
 
     The last three fields are set in a `rest`: it goes on at `from_seq`, up to `last_seq` (nil: the head), in the topic
     with this id (0: any of that name).
     """
 
-    name: str
     before_seq: int | None
     op: Literal["eq", "glob"] | None
     pattern: bytes
@@ -77,10 +72,8 @@ class DeleteRecords(Message, Asks[DeleteRecordsReply], frozen=True):
     topic_id: int = 0
 
 
-class Expire(Message, Asks[Done], frozen=True):
+class Expire(OfTopic, Asks[Done], frozen=True):
     """Move the floors now: a reader saw expired records at the front."""
-
-    name: str
 
 
 class PutRouterReply(Message, frozen=True):
@@ -118,18 +111,15 @@ class RemoveRouters(Message, Asks[Done], frozen=True):
     router_ids: list[int]
 
 
-class SyncRouters(Message, Asks[SyncRoutersReply], frozen=True):
-    """To the shard of a dest: apply the table of routers. The answer says whether this router (0: any) has begun."""
+class SyncRouters(OfTopic, Asks[SyncRoutersReply], frozen=True):
+    """Apply the table of routers to this dest. The answer says whether this router (0: any) has begun."""
 
-    dest: str
     router_id: int
     version: int
 
 
-class CatchUp(Message, Asks[CaughtUp], frozen=True):
-    """To the shard of a dest: copy everything that its source has now."""
-
-    dest: str
+class CatchUp(OfTopic, Asks[CaughtUp], frozen=True):
+    """Copy everything into this dest that its source has now."""
 
 
 class SessionOpenReply(Message, frozen=True):
@@ -216,10 +206,9 @@ class TxnBegin(Message, Asks[TxnReply], frozen=True):
     stages: list[tuple[str, str]]
 
 
-class StagePublish(Message, frozen=True):
+class StagePublish(OfTopic, frozen=True):
     """Append a stage of a decided batch, once; answered as an append."""
 
-    name: str
     stage: str
     sink: str
     batch: int
@@ -232,10 +221,9 @@ class TxnEnd(Message, Asks[Done], frozen=True):
     batch: int
 
 
-class StagesOver(Message, Asks[None], frozen=True):
+class StagesOver(OfTopic, Asks[None], frozen=True):
     """The batch is over: the topic may forget the stage keys that made it publish each stage only once."""
 
-    name: str
     sink: str
     batch: int
 

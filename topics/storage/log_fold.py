@@ -23,31 +23,31 @@ from topics.storage.logfile import WalPosition
 from topics.storage.recovery import RecoveredFile
 from topics.storage.snapshot import ShardPart
 
-_Apply = Callable[[Fold, int, int, bytes, bool], None]
-"""(fold, topic_id, seq, data, in_ram)"""
-
-_APART_FROM_RECORDS: Final[Mapping[int, _Apply]] = {
+_OF_TOPIC: Final[Mapping[int, Callable[[Fold, Topic, int, bytes], None]]] = {
+    FrameType.CONFIG_UPDATE: lambda fold, topic, _seq, data: fold.config_update(topic, data),
+    FrameType.DELETE: lambda fold, topic, _seq, data: fold.delete(topic, data),
+    FrameType.EVICT_WATERMARK: lambda fold, topic, _seq, data: fold.evict_watermark(topic, data),
+    FrameType.ACK: lambda fold, topic, _seq, data: fold.ack(topic, data),
+    FrameType.CHECKPOINT_MARK: lambda fold, topic, seq, data: fold.checkpoint_mark(topic, seq, data),
+    FrameType.HEAD_WATERMARK: lambda fold, topic, seq, data: fold.head_watermark(topic, seq, data),
+    FrameType.LEASE: lambda fold, topic, _seq, data: fold.lease(topic, data),
+    FrameType.CURSOR: lambda fold, topic, _seq, data: fold.cursor(topic, data),
+}
+"""Frames of a topic that the log has created. They change nothing if it was deleted."""
+_OTHERS: Final[Mapping[int, Callable[[Fold, int, int, bytes, bool], None]]] = {
+    FrameType.TOPIC_CREATE: lambda fold, topic_id, _seq, data, _ram: fold.topic_create(topic_id, data),
+    FrameType.TOPIC_DELETE: lambda fold, topic_id, _seq, _data, _ram: fold.topic_delete(topic_id),
     FrameType.RAM_STATE: lambda fold, topic_id, _seq, data, _ram: fold.ram_state(topic_id, data),
     FrameType.JOB_ATTRIBUTES: lambda fold, topic_id, _seq, data, _ram: fold.job_attributes(topic_id, data),
-    FrameType.LEASE: lambda fold, topic_id, _seq, data, _ram: fold.lease(topic_id, data),
-    FrameType.CURSOR: lambda fold, topic_id, _seq, data, _ram: fold.cursor(topic_id, data),
     FrameType.SESSION: lambda fold, _id, _seq, data, _ram: fold.session(data),
-}
-"""Frames that may be applied before the records that precede them."""
-_BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
-    FrameType.TOPIC_CREATE: lambda fold, topic_id, _seq, data, _ram: fold.topic_create(topic_id, data),
-    FrameType.CONFIG_UPDATE: lambda fold, topic_id, _seq, data, _ram: fold.config_update(topic_id, data),
-    FrameType.TOPIC_DELETE: lambda fold, topic_id, _seq, _data, _ram: fold.topic_delete(topic_id),
-    FrameType.DELETE: lambda fold, topic_id, _seq, data, _ram: fold.delete(topic_id, data),
-    FrameType.EVICT_WATERMARK: lambda fold, topic_id, _seq, data, _ram: fold.evict_watermark(topic_id, data),
-    FrameType.ACK: lambda fold, topic_id, _seq, data, _ram: fold.ack(topic_id, data),
-    FrameType.CHECKPOINT_MARK: lambda fold, topic_id, seq, data, _ram: fold.checkpoint_mark(topic_id, seq, data),
-    FrameType.HEAD_WATERMARK: lambda fold, topic_id, seq, data, _ram: fold.head_watermark(topic_id, seq, data),
     FrameType.ROUTER_CREATE: lambda fold, _id, _seq, data, _ram: fold.routers.created(data),
     FrameType.ROUTER_DELETE: lambda fold, _id, seq, _data, _ram: fold.routers.deleted(seq),
     FrameType.ROUTER_CURSOR: lambda fold, topic_id, seq, data, in_ram: fold.router_cursor(topic_id, seq, data, in_ram),
 }
-"""Frames that are applied only when the topic has all records that precede them."""
+_APART_FROM_RECORDS: Final = frozenset(
+    (FrameType.RAM_STATE, FrameType.JOB_ATTRIBUTES, FrameType.LEASE, FrameType.CURSOR, FrameType.SESSION)
+)
+"""Frames that may be applied before the records that precede them; all others need these records first."""
 _NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK, FrameType.ROUTER_SOURCE))
 
 
@@ -80,13 +80,16 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
             data = bytes(batch.buffer[start : start + data_len])
             if type_ == FrameType.IDEMPOTENCY:
                 fold.idempotency(topic_id, seq, ts, data)
-            elif type_ in _APART_FROM_RECORDS:
-                _APART_FROM_RECORDS[type_](fold, topic_id, seq, data, in_ram)
-            else:
+                continue
+            if type_ not in _APART_FROM_RECORDS:
                 for run_topic_id, run in runs.items():
                     fold.records(run_topic_id, run, in_ram)
                 runs = {}
-                _BEHIND_RECORDS[type_](fold, topic_id, seq, data, in_ram)
+            apply = _OF_TOPIC.get(type_)
+            if apply is None:
+                _OTHERS[type_](fold, topic_id, seq, data, in_ram)
+            elif (topic := fold.topic(topic_id)) is not None:
+                apply(fold, topic, seq, data)
     for run_topic_id, run in runs.items():
         fold.records(run_topic_id, run, in_ram)
 

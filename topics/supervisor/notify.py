@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from topics.core.clock import Clock
 from topics.log import get_logger
-from topics.shm.control import BESIDE, HEARTBEAT_STALE_MS, ControlPage, ProcessCell, ProcessState, Role
+from topics.shm.control import BESIDE, HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.terminal import plural
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Announcements:
 
     def lines(self, page: ControlPage, now_ms: int) -> list[str]:
         """Return lines for the changes since the last call. `now_ms` is wall-clock time, like heartbeats."""
-        states = {key: _state(cell) for key, cell in page.cells.items()}
+        states = {key: cell.present_state for key, cell in page.cells.items()}
         lines = []
         hanging = _hanging(page, states, now_ms)
         if self._watched and not hanging:
@@ -174,15 +174,6 @@ def all_use_newest_keys(page: ControlPage) -> bool:
     return all(
         cell.get("keys_serial") >= serial or cell.supervisor.get("state") in _WITHOUT_CONNECTIONS for cell in cells
     )
-
-
-def _state(cell: ProcessCell) -> ProcessState:
-    """Return a process's state. A state that the process wrote itself counts only if its present life wrote it."""
-    pid = cell.supervisor.get("pid")
-    if not pid:
-        return ProcessState(cell.supervisor.get("state"))
-    own = ProcessState(cell.get("state")) if cell.get("pid") == pid else ProcessState.NONE
-    return own or ProcessState.STARTING
 
 
 def _progress(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> int:

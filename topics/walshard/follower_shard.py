@@ -165,10 +165,8 @@ class FollowerShard(Shard):
     def copy(self) -> bool:
         changed, bereft = self.log.read()
         self._rings.notify(bereft)
+        self._publish(changed)
         for hosted in changed:
-            hosted.publish()
-            if hosted.topic.queue is not None:
-                self.handlers.queues.changed(hosted)
             if hosted.watchers:
                 self._rings.notify(hosted.watchers)
         if changed or bereft:

@@ -12,6 +12,7 @@ from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, boot_id
 from topics.storage.logfile import WalIdentity
+from topics.storage.wal import room_left_bytes
 from topics.walshard.commit.shard_rings import ShardRings
 
 
@@ -36,6 +37,10 @@ class Place(NamedTuple):
     def directory(self) -> str:
         """Directory of the durable log."""
         return layout.group_dir(self.settings.data_dir, self.shard, self.settings.wal_shards)
+
+    def room_bytes(self) -> int:
+        """Return the bytes on the disk that new records may take."""
+        return room_left_bytes(self.fs, self.settings.data_dir, self.shared.control.cut_bytes)
 
     @property
     def ram_directory(self) -> str:

@@ -21,7 +21,7 @@ from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.router_memory import RouterBoard, RouterBoardWriter, RouterTable, RouterTableWriter
-from topics.storage.wal import ROOM_STEP_BYTES, WalWriter, room_beside_bytes, room_left_bytes
+from topics.storage.wal import ROOM_STEP_BYTES, WalWriter, room_beside_bytes
 from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, GroupHandler
@@ -150,9 +150,10 @@ def _open_logs(place: Place, recovered: Recovered, catalog: Catalog) -> Logs:
             room_bytes=partial(_ram_room_bytes, place),
         )
 
-    room_bytes = partial(room_left_bytes, fs, place.settings.data_dir, place.shared.control.cut_bytes)
     if recovered.followed is None:
-        wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room_bytes=room_bytes)
+        wal = WalWriter(
+            fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room_bytes=place.room_bytes
+        )
     else:  # a follower refuses requests that change anything, so this log stays empty
         wal = WalWriter(fs, place.ram_directory + ".empty", identity, None, preallocate="none")
     ram = None if recovered.ram_end is None else open_ram()
@@ -269,8 +270,7 @@ def _follow_archive(place: Place, logs: Logs, catalog: Catalog) -> ArchiveWait |
     if not shared.control.has_archiver or settings.follow is not None:
         return None
     files_max = settings.archive_backlog_bytes // (settings.wal_file_bytes * settings.wal_shards)
-    room_bytes = partial(room_left_bytes, place.fs, settings.data_dir, shared.control.cut_bytes)
-    wait = ArchiveWait(partial(shared.control.shipped, place.shard), room_bytes, files_max)
+    wait = ArchiveWait(partial(shared.control.shipped, place.shard), place.room_bytes, files_max)
     wait.committed(catalog, logs.end_word)
     return wait
 

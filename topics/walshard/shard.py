@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
@@ -139,7 +139,7 @@ class Shard:
             request.reply = messages.encode_error(request.id, error)
         except ArenaFullError as error:
             request.reply = messages.encode_error(
-                request.id, TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
+                request.id, storage_unavailable(str(error), cause="ENOSPC", read_only=False)
             )
         except Exception:
             # One bad request must not stop the shard for all others, and again after each restart.
@@ -177,7 +177,7 @@ class Shard:
             if carrier is not None:
                 carrier.request = request
             return True
-        raise TopicsError("storage_unavailable", "the log cannot take what has to come before this request")
+        raise storage_unavailable("the log cannot take what has to come before this request")
 
     # -- commit
 

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError, forbidden, invalid, throttled
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
 from topics.frontend.asgi import ADMITTED, AsgiApp, Scope
 from topics.frontend.entry.responses import error_body
@@ -57,10 +57,10 @@ class KeyLimits:
         most = self._most[what]
         if most and key.digest and not self._counts.claim(key.digest, what, most):
             limit = _LIMIT_NAMES[what]
-            raise TopicsError(
-                "throttled",
+            raise throttled(
                 f"this key has {most} open, its limit: wait for one to end or raise TOPICS_MAX_{limit.upper()}",
-                {"limit": f"max_{limit}", "max": most},
+                limit=f"max_{limit}",
+                max=most,
             )
 
     def release(self, key: ApiKey, what: Counted) -> None:
@@ -166,7 +166,7 @@ class Access:
         """
         key = self.find_key(digest)
         if key is None or not key.has(needed) or not all(map(key.covers, names)):
-            return TopicsError("forbidden", "the key of this stream is no longer valid for it")
+            return forbidden("the key of this stream is no longer valid for it")
         return self._why_not_leader() if of_leader else None
 
 
@@ -303,18 +303,15 @@ class Pages:
             self._check_host(host)
         if (origins or site is not None) and _acts(scope) and not self._is_own_page(host, origins, site):
             shown = origins[0][:200].decode("latin-1") if origins else "another site"
-            raise TopicsError(
-                "forbidden", f"pages of {shown!r} may not do this: add their origin to TOPICS_CORS_ORIGINS"
-            )
+            raise forbidden(f"pages of {shown!r} may not do this: add their origin to TOPICS_CORS_ORIGINS")
 
     def _check_host(self, host: bytes) -> None:
         text = host.decode("latin-1").lower()
         name = host_name(text)
         if not self._is_own(name):
-            raise TopicsError(
-                "forbidden",
+            raise forbidden(
                 f"host {text[:200]!r} is not served without API keys: add it to TOPICS_ALLOWED_HOSTS, or set keys",
-                {"host": text[:200]},
+                host=text[:200],
             )
         if len(self._hosts) < _HOSTS_KEPT_MAX:
             self._hosts.add(host)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, throttled
 
 RETRY_AFTER_MS: Final = 1000
 
@@ -46,7 +46,7 @@ class Limit(NamedTuple):
         detail: dict[str, object] = {"limit": self.name, "max": most}
         if retry_after_ms is not None:
             detail["retry_after_ms"] = retry_after_ms
-        return TopicsError("throttled", message, detail)
+        return throttled(message, **detail)
 
 
 class Budget:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError, forbidden, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend import asgi
@@ -144,7 +144,7 @@ class Socket:
             if not (key.has(KeyScope.READ) and key.covers(name)):
                 self._unfollow([name])
                 reason = f"the key of this socket may no longer read topic {name!r}"
-                error = TopicsError("forbidden", reason, {"topic": name})
+                error = forbidden(reason, topic=name)
                 self._outbox.add(websocket_commands.error_message(None, error))
 
     # -- commands

@@ -239,8 +239,7 @@ class ServiceFigures:
         now_ms = self._now_ms()
         beats_ms = {("supervisor", "0"): self._control.header.get("heartbeat_ms") or now_ms}
         for labels, cell in every:
-            is_ready = cell.get("state") == ProcessState.READY and cell.get("pid") == cell.supervisor.get("pid")
-            beats_ms[labels] = cell.get("heartbeat_ms") if is_ready else now_ms
+            beats_ms[labels] = cell.get("heartbeat_ms") if cell.present_state is ProcessState.READY else now_ms
         ages: list[Sample] = [(labels, max(0, now_ms - beat_ms) / 1000) for labels, beat_ms in beats_ms.items()]
         for name, help, samples in (
             ("heartbeat_age_seconds", "Seconds since a process that is ready was seen at work; 0 for others", ages),

@@ -16,7 +16,6 @@ from starlette.datastructures import QueryParams
 from topics import __version__
 from topics.api import answers
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
@@ -30,7 +29,7 @@ from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiOperation, ApiRequest, JsonReply
 from topics.frontend.shards.arenas import Arenas, Slices, live_names
-from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, replay_progress
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, not_ready
 from topics.shm.durations import Route
 
 _SHORT_PATHS: Final = {"/v0/health": "/healthz", "/v0/ready": "/readyz"}
@@ -55,11 +54,7 @@ class ProbeRoutes:
     async def ready(self, _request: ApiRequest) -> JsonReply:
         waiting = [cell for cell in self._shards if cell.get("generation") == 0]
         if waiting:
-            raise TopicsError(
-                "not_ready",
-                f"{len(waiting)} of {len(self._shards)} shards still replay their log",
-                {"replay_progress": replay_progress(self._shards)},
-            )
+            raise not_ready(self._shards, f"{len(waiting)} of {len(self._shards)} shards still replay their log")
         # The topics of a shard that restarts can be read; only writes to them wait.
         recovering = [n for n, cell in enumerate(self._shards) if cell.get("state") != ProcessState.READY]
         read_only = [n for n, cell in enumerate(self._shards) if cell.get("wal_read_only")]

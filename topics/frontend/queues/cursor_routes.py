@@ -15,7 +15,7 @@ import msgspec
 
 from topics.api import answers
 from topics.api.requests import CursorBody, ReadBody
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError, invalid, throttled
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send, disconnected_before
@@ -123,20 +123,17 @@ class CursorLocks:
             if wanted.served == served:
                 # The shard or the cold store does not answer. The code must say that nothing of this read was done:
                 # after another code a client must not repeat the read by itself.
-                raise TopicsError(
-                    "throttled",
+                raise throttled(
                     f"the reader of cursor {cursor!r} of topic {topic!r} before this one gets no answer; nothing of"
                     " this read was done",
-                    {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+                    retry_after_ms=STUCK_RETRY_AFTER_MS,
                 ) from None
             raise too_many_readers(topic, cursor) from None
 
 
 def too_many_readers(topic: str, cursor: str) -> TopicsError:
     """Return the refusal of a reader that may ask again a moment later."""
-    return TopicsError(
-        "throttled", f"too many readers move cursor {cursor!r} of topic {topic!r}", {"retry_after_ms": 10}
-    )
+    return throttled(f"too many readers move cursor {cursor!r} of topic {topic!r}", retry_after_ms=10)
 
 
 @dataclass(eq=False)
@@ -163,7 +160,7 @@ class CursorRoutes:
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
-        found = (await self._gateway.call(self._gateway.owner(name), CursorGet(name, None, after, size + 1))).cursors
+        found = (await self._gateway.ask(CursorGet(name, None, after, size + 1))).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [shown_cursor(cursor) for cursor in found[:size]]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
@@ -187,7 +184,7 @@ class CursorRoutes:
             raise invalid("from_seq and tail exclude each other: give one of them", field="tail")
         await self._catching_up.wait_for(name)
         call = CursorPut(name, cursor, given.consistency, given.persist_every, given.from_seq, given.tail)
-        reply = await self._gateway.call(self._gateway.owner(name), call)
+        reply = await self._gateway.ask(call)
         answer = {"topic": name, **shown_cursor(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
@@ -195,7 +192,7 @@ class CursorRoutes:
     @api.describe("Delete a cursor", api.ok("It is gone, or never was", answers.DeleteCursorAnswer), *api.LOST)
     async def delete(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        reply = await self._gateway.call(self._gateway.owner(name), CursorDelete(name, cursor))
+        reply = await self._gateway.ask(CursorDelete(name, cursor))
         return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
 
     @api.asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
@@ -264,7 +261,7 @@ class CursorRoutes:
 
     async def _find(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
         get = CursorGet(name, cursor, passed_seq=passed_seq)
-        (found,) = (await self._gateway.call(self._gateway.owner(name), get)).cursors
+        (found,) = (await self._gateway.ask(get)).cursors
         return found
 
     async def _advance(
@@ -332,10 +329,9 @@ async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive
                 raise ClientGoneError
         entering.result()
     except TimeoutError:
-        raise TopicsError(
-            "throttled",
+        raise throttled(
             "the pages of other cursors leave no room for this one; nothing of this read was done, send it again later",
-            {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+            retry_after_ms=STUCK_RETRY_AFTER_MS,
         ) from None
     finally:
         entering.cancel()

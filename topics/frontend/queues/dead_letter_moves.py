@@ -75,15 +75,14 @@ class DeadLetters:
         return task
 
     async def _move(self, name: str, dealt: Dealt) -> None:
-        shard = self._gateway.owner(name)
         try:
             copied, unreadable = await self._copy_dead(name, dealt)
             left = sorted(set(dealt.dead).difference(copied, unreadable))
             if copied:
-                await self._gateway.call(shard, Bury(name, copied, dealt.topic_id))
+                await self._gateway.ask(Bury(name, copied, dealt.topic_id))
             for seqs, wait_ms in ((left, RETRY_MS), (unreadable, ASIDE_MS)):
                 if seqs:
-                    await self._gateway.call(shard, Release(name, seqs, wait_ms, dealt.topic_id))
+                    await self._gateway.ask(Release(name, seqs, dealt.topic_id, wait_ms))
         except TopicsError as error:
             # The shard deals these jobs again after it has heard nothing of them for long enough.
             _log.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
@@ -151,8 +150,8 @@ class DeadLetters:
 
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
         """Return (how many of these letters this call made jobs again, the error of the first other one or None)."""
-        owner, topic_id = self._gateway.owner(ref.name), ref.view.topic_id
-        free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters], topic_id))
+        topic_id = ref.view.topic_id
+        free = await self._gateway.ask(Reserve(ref.name, [letter.seq for letter in letters], topic_id))
         carried = set(free.seqs)
         copies = [
             DeadLetter(
@@ -167,9 +166,9 @@ class DeadLetters:
         seqs, refusal = await self._append(name, copies, None)
         left = sorted(carried.difference(seqs))
         if left and ref.config.type == "queue":
-            self._gateway.post(owner, Release(ref.name, left, 0, topic_id))
+            self._gateway.post(ref.shard, Release(ref.name, left, topic_id))
         # Another redrive may have copied the same records. The one that removes a record has moved it.
-        return (await self._gateway.call(owner, Remove(ref.name, seqs, topic_id))).count if seqs else 0, refusal
+        return (await self._gateway.ask(Remove(ref.name, seqs, topic_id))).count if seqs else 0, refusal
 
     async def _read(self, ref: TopicRef, seq: int) -> list[_Record]:
         """Return the record, or no record if it is deleted."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, disconnected_before
 from topics.frontend.entry.bodies import ClientGoneError
@@ -105,7 +105,7 @@ class JobChannel:
             return
         self.give_back(claim.name, claim.node, reply)
         if reply.dead:
-            self._gateway.post(shard, Release(claim.name, reply.dead, 0, reply.topic_id))
+            self._gateway.post(shard, Release(claim.name, reply.dead, reply.topic_id))
 
     def give_back(
         self, name: str, node: str, dealt: Dealt, start: int = 0, end: int | None = None, delay_ms: int = 0
@@ -190,9 +190,7 @@ class ReadJobs:
 
 
 def _unreadable(name: str, seq: int) -> TopicsError:
-    return TopicsError(
-        "storage_unavailable", f"job {seq} of topic {name!r} cannot be read", {"topic": name, "seq": seq}
-    )
+    return storage_unavailable(f"job {seq} of topic {name!r} cannot be read", topic=name, seq=seq)
 
 
 ASIDE_MS: Final = 30_000

@@ -13,7 +13,7 @@ import msgspec
 from topics.api import answers
 from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, PeekBody, RedriveBody
 from topics.core.config import LEASE_MS
-from topics.core.errors import TopicsError, invalid, not_a_queue
+from topics.core.errors import TopicsError, invalid, not_a_queue, storage_unavailable
 from topics.core.job import JobView
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
@@ -123,10 +123,8 @@ class QueueRoutes:
             if dealt.ended:
                 raise TopicsError("topic_not_found", f"topic {name!r} was deleted in the meantime", {"topic": name})
             if dealt.refused:
-                raise TopicsError(
-                    "storage_unavailable",
-                    "the log cannot be written now, nothing was claimed; see the service's log",
-                    {"topic": name},
+                raise storage_unavailable(
+                    "the log cannot be written now, nothing was claimed; see the service's log", topic=name
                 )
             if not dealt.dead:
                 return dealt
@@ -172,8 +170,7 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, JobsBody)
         call = Ack(name, given.node, given.seqs, _lease_nos(given))
-        gateway = self.services.gateway
-        return _settled(name, "acked", await gateway.call(gateway.owner(name), call))
+        return _settled(name, "acked", await self.services.gateway.ask(call))
 
     @api.json_route("POST", f"{api.TOPIC_PATH}/nack", Route.NACK, KeyScope.WRITE, "queues")
     @api.describe("Give jobs back", api.ok("Which of them", answers.NackAnswer), *JOB_CODES, "batch_too_large")
@@ -182,8 +179,7 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, NackBody)
         call = Nack(name, given.node, given.seqs, _lease_nos(given), min(given.delay_ms, DELAY_MS_MAX))
-        gateway = self.services.gateway
-        return _settled(name, "nacked", await gateway.call(gateway.owner(name), call))
+        return _settled(name, "nacked", await self.services.gateway.ask(call))
 
     @api.json_route("POST", f"{api.TOPIC_PATH}/extend", Route.EXTEND, KeyScope.WRITE, "queues")
     @api.describe("Keep jobs for longer", api.ok("Until when", answers.ExtendAnswer), *JOB_CODES, "batch_too_large")
@@ -192,7 +188,7 @@ class QueueRoutes:
         name = request.topic
         given = await self._jobs_body(request, ExtendBody)
         call = Extend(name, given.node, given.seqs, _lease_nos(given), clamped_lease_ms(given.lease_ms))
-        reply = await self.services.gateway.call(self.services.gateway.owner(name), call)
+        reply = await self.services.gateway.ask(call)
         deadlines = {str(seq): reply.deadline_ms for seq in reply.seqs}
         return JsonReply({"topic": name, "extended": len(reply.seqs), "skipped": reply.skipped, "deadlines": deadlines})
 
@@ -237,13 +233,12 @@ class QueueRoutes:
 
     async def _peek_jobs(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
-        owner = self.services.gateway.owner(name)
         most = max(1, min(request.max, self.settings.max_claim))
         jobs: list[JobView] = []
         from_seq, more = request.from_seq, True
         for _ in range(LOOKS_MAX):
             peek = Peek(name, from_seq, request.state, most - len(jobs))
-            peeked = await self.services.gateway.call(owner, peek)
+            peeked = await self.services.gateway.ask(peek)
             jobs += peeked.jobs
             from_seq, more = peeked.up_to_seq, peeked.more
             if not more or len(jobs) >= most:

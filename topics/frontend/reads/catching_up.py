@@ -15,7 +15,7 @@ from topics.core.routers import RouterRegistry
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
-from topics.shm.control import Role, replay_progress
+from topics.shm.control import Role, not_ready
 from topics.shm.instance import SharedMemory
 from topics.shm.router_memory import RouterBoard, RouterProgress, RouterTable
 from topics.shm.topic_messages import CatchUp
@@ -38,11 +38,7 @@ class RouterSight:
         if self._table.stale:
             self._table.refresh()
         if not self._table.known:
-            raise TopicsError(
-                "not_ready",
-                "the log that has the routers is still being replayed",
-                {"replay_progress": replay_progress(self._shards)},
-            )
+            raise not_ready(self._shards, "the log that has the routers is still being replayed")
         return self._table.registry
 
     def progress(self, shard: int, router_id: int) -> RouterProgress | None:
@@ -92,8 +88,7 @@ class CatchingUp:
             async with asyncio.timeout(WAIT_S):
                 for dest in reversed(list(registry.upstream(name))):
                     while self._is_behind(registry, dest):
-                        shard = self._gateway.owner(dest)
-                        reply = await self._gateway.call(shard, CatchUp(dest))
+                        reply = await self._gateway.ask(CatchUp(dest))
                         if reply.done:
                             complete &= not reply.pending
                             break

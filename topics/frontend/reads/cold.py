@@ -19,7 +19,7 @@ from threading import Thread
 from typing import Final, Generic, TypeVar
 
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.frontend.entry import limits
 from topics.log import get_logger
 from topics.storage.segment_store import SegmentSource
@@ -248,10 +248,8 @@ class ColdTier:
 
 
 def _unavailable(name: str, reason: str) -> TopicsError:
-    return TopicsError(
-        "storage_unavailable",
-        f"segment {name} is in the cold tier, which cannot be read now: {reason}",
-        {"segment": name, "reason": reason},
+    return storage_unavailable(
+        f"segment {name} is in the cold tier, which cannot be read now: {reason}", segment=name, reason=reason
     )
 
 

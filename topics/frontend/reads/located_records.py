@@ -16,7 +16,7 @@ from operator import attrgetter
 from struct import Struct
 from typing import Final, TypeVar
 
-from topics.core.errors import TopicsError
+from topics.core.errors import storage_unavailable
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.reads.cold import ColdTier
@@ -178,7 +178,7 @@ class LocatedRecords:
                 if self._stores.cold is None:
                     why = "is in the cold tier, and this service has none: set its former TOPICS_COLD_DIR or _URL"
                     message, detail = f"segment {opened.name} {why}", {"segment": opened.name}
-                    raise TopicsError("storage_unavailable", message, detail)
+                    raise storage_unavailable(message, **detail)
                 behind = self._cold_behind(info)
                 buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes, behind)
                 self.cold_segments.add(info.first_seq)

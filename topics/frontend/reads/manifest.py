@@ -15,7 +15,7 @@ from typing import Any, Final
 from topics.api import segment_answers as answers
 from topics.core.clock import Clock
 from topics.core.config import U64_MAX
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import invalid, storage_unavailable
 from topics.core.keys import KeyScope
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.frontend.entry import limits
@@ -153,10 +153,8 @@ class ManifestRoutes:
             until_ms = self.clock.monotonic_ms() + ttl_ms
             self.pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
             ref = self.reader.refresh(ref)
-        raise TopicsError(
-            "storage_unavailable",
-            f"the segments of topic {ref.name!r} change faster than they can be pinned; ask again",
-            {"topic": ref.name},
+        raise storage_unavailable(
+            f"the segments of topic {ref.name!r} change faster than they can be pinned; ask again", topic=ref.name
         )
 
     async def _rows(self, topic_id: int, listed: list[SegmentInfo]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import msgspec
 from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.core.clock import STEP_MAX_MS, Clock
 from topics.core.config import TopicConfig
-from topics.core.errors import TopicsError, topic_not_found
+from topics.core.errors import TopicsError, storage_unavailable, topic_not_found
 from topics.core.floors import EvictReason, run_after
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
@@ -343,21 +343,20 @@ class TopicReader:
     def _unreadable(self, ref: TopicRef, reason: str) -> TopicsError:
         if (left_out := self._failures.left_out()) is not None:
             _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason, more_like_it=left_out)
-        return TopicsError(
-            "storage_unavailable", f"topic {ref.name!r} cannot be read: {reason}", {"topic": ref.name, "reason": reason}
-        )
+        return storage_unavailable(f"topic {ref.name!r} cannot be read: {reason}", topic=ref.name, reason=reason)
 
     def _corrupt(self, ref: TopicRef, damage: CorruptSegment) -> TopicsError:
         """Return the error for damage, which never counts as absence. The reader stays before it, and learns where."""
         segment, where = _in_topics_dir(damage.path), {"offset": damage.offset, "reason": damage.reason}
         if (left_out := self._failures.left_out()) is not None:
             _log.error("a segment is corrupt", topic=ref.name, path=damage.path, **where, more_like_it=left_out)
-        return TopicsError(
-            "storage_unavailable",
+        return storage_unavailable(
             f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
             f" {damage.reason}; restore the file from a copy (put that beside it, then rename it to this name), or give"
             " up its records by a delete with before_seq",
-            {"topic": ref.name, "segment": segment, **where},
+            topic=ref.name,
+            segment=segment,
+            **where,
         )
 
     def _page(

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, forbidden
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
@@ -59,7 +59,7 @@ class TailRoutes:
     async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = ApiRequest(scope, receive)
         if not caller_of(scope).covers(""):
-            raise TopicsError("forbidden", "this key has prefixes: the logs have all topics, so use a key without")
+            raise forbidden("this key has prefixes: the logs have all topics, so use a key without")
         asked = await request.decoded(TailQuestion, BODY_BYTES_MAX)
         await self._wait_for_more([end.position.word for end in asked.ends], asked.wait_ms)
         await reserve_room(scope, _ROOM_BYTES)

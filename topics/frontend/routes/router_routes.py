@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from topics.api import answers
 from topics.api.requests import GivenRouter
-from topics.core.errors import TopicsError, invalid, topic_not_found
+from topics.core.errors import TopicsError, forbidden, invalid, topic_not_found
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
-from topics.core.routers import Router, RouterSpec, parse_router
+from topics.core.routers import ROUTERS_SHARD, Router, RouterSpec, parse_router
 from topics.frontend.entry import wire
 from topics.frontend.entry.wire import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
@@ -25,7 +25,6 @@ from topics.settings import Settings
 from topics.shm.durations import Route
 from topics.shm.topic_messages import DeleteRouter, EnsureTopic, PutRouter, RemoveRouters, SyncRouters
 
-REGISTRY_SHARD: Final = 0
 SLICE_ROUTERS: Final = 256
 SYNCED_AT_ONCE: Final = 64
 BEGIN_WAIT_S: Final = 2.0
@@ -43,9 +42,7 @@ def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
     """Raise `403 forbidden` unless the caller may do this to a router. The error names no topic of it."""
     caller.require(needed)
     if not (caller.covers(router.spec.source) and caller.covers(router.spec.dest)):
-        raise TopicsError(
-            "forbidden", f"router {router.name!r} has a topic outside the prefixes of this key", {"name": router.name}
-        )
+        raise forbidden(f"router {router.name!r} has a topic outside the prefixes of this key", name=router.name)
 
 
 def _visible_conflict(error: TopicsError, name: str, spec: RouterSpec, caller: ApiKey) -> TopicsError:
@@ -128,15 +125,15 @@ class RouterRoutes:
         if not spec.create_dest and self.reader.find(spec.dest) is None:
             raise topic_not_found(spec.dest)
         try:
-            reply = await self.gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
+            reply = await self.gateway.call(ROUTERS_SHARD, PutRouter(name, spec))
         except TopicsError as error:
             raise _visible_conflict(error, name, spec, caller) from None
         try:
             for topic in (spec.dest, spec.source) if spec.create_dest else (spec.dest,):
-                await self.gateway.call(self.gateway.owner(topic), EnsureTopic(topic))
+                await self.gateway.ask(EnsureTopic(topic))
         except TopicsError:
             if reply.created:
-                await self.gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
+                await self.gateway.call(ROUTERS_SHARD, RemoveRouters([reply.router.id]))
             raise
         await self._wait_until_begun(reply.router)
         if known is not None and known.spec.dest != spec.dest:
@@ -155,7 +152,7 @@ class RouterRoutes:
         if router is not None:
             _require(request.caller, KeyScope.DELETE, router)
             with_copies = await self.catching_up.wait_for(router.spec.dest)
-            deleted = (await self.gateway.call(REGISTRY_SHARD, DeleteRouter(name))).deleted
+            deleted = (await self.gateway.call(ROUTERS_SHARD, DeleteRouter(name))).deleted
             await self._sync(router.spec.dest)
         return JsonReply({"router": name, "deleted": deleted}, with_copies=with_copies)
 
@@ -170,7 +167,7 @@ class RouterRoutes:
         """Remove the routers of a deleted topic. They forward nothing once this returns."""
         for begin in range(0, len(routers), SLICE_ROUTERS):
             ids = [router.id for router in routers[begin : begin + SLICE_ROUTERS]]
-            await self.gateway.call(REGISTRY_SHARD, RemoveRouters(ids))
+            await self.gateway.call(ROUTERS_SHARD, RemoveRouters(ids))
         dests = sorted({router.spec.dest for router in routers} - {topic})
         for begin in range(0, len(dests), SYNCED_AT_ONCE):
             await asyncio.gather(*map(self._sync, dests[begin : begin + SYNCED_AT_ONCE]))
@@ -232,7 +229,7 @@ class RouterRoutes:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + BEGIN_WAIT_S
         while True:
-            reply = await self.gateway.call(self.gateway.owner(call.dest), call)
+            reply = await self.gateway.ask(call)
             if reply.begun or loop.time() > until_s:
                 return reply.begun
             await asyncio.sleep(BEGIN_RETRY_S)

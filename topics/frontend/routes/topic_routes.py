@@ -119,11 +119,10 @@ class TopicRoutes:
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
         self.gateway.archive_acks.check(config)
-        shard, call = self.gateway.owner(name), PutTopic(name, config, type_given)
-        reply = await self.gateway.call(shard, call)
+        reply = await self.gateway.ask(PutTopic(name, config, type_given))
         while reply.rest is not None:
             # A change that has begun is not given up because a ring is full.
-            reply = await self.gateway.call(shard, reply.rest, unthrottled=True)
+            reply = await self.gateway.ask(reply.rest, unthrottled=True)
         answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
         return JsonReply(answer, 201 if reply.created else 200)
 
@@ -134,7 +133,7 @@ class TopicRoutes:
         name = request.topic
         if_empty = flag(request.query, "if_empty", False)
         routers, with_copies = await self.routers.before_delete(name)
-        reply = await self.gateway.call(self.gateway.owner(name), DeleteTopic(name, if_empty))
+        reply = await self.gateway.ask(DeleteTopic(name, if_empty))
         if not reply.deleted:
             routers = []
         if routers:
@@ -226,7 +225,7 @@ class TopicRoutes:
             return ref
         try:
             async with asyncio.timeout(EXPIRE_WAIT_S):
-                await self.gateway.call(ref.shard, Expire(ref.name))
+                await self.gateway.ask(Expire(ref.name))
         except (TimeoutError, TopicsError):
             return self.known.reader.refresh(ref)
         return self.known.reader.get(ref.name)
@@ -234,12 +233,11 @@ class TopicRoutes:
 
 async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:
     """Delete records in turns, between which the shard serves others. Return their number, and its last reply."""
-    shard = gateway.owner(call.name)
     deleted = 0
     while True:
         try:
             # A deletion that has begun is not given up because a ring is full.
-            reply = await gateway.call(shard, call, unthrottled=call.topic_id != 0)
+            reply = await gateway.ask(call, unthrottled=call.topic_id != 0)
         except (TopicsError, asyncio.CancelledError) as error:
             cause = error if isinstance(error, TopicsError) else stopping()
             if cause is error and (not deleted or cause.code == "topic_not_found"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from topics.core.config import TopicConfig
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError, invalid, storage_unavailable
 from topics.core.names import owner_shard
 from topics.shm.control import ControlPage, ProcessCell, Role
 
@@ -86,4 +86,4 @@ class ArchiveAcks:
 
     def _refused(self, message: str) -> TopicsError:
         detail = {"cause": "archive", "read_only": False, "archive_wait_ms": self._wait_ms}
-        return TopicsError("storage_unavailable", message, detail)
+        return storage_unavailable(message, **detail)

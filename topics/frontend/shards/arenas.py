@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.shm.arena import ArenaReader, TopicView, announced_arena
-from topics.shm.control import Role
+from topics.shm.control import Role, not_ready
 from topics.shm.instance import SharedMemory
 
 SLICE_S: Final = 0.001
@@ -112,8 +111,7 @@ class Arenas:
         """Return the arena of a shard; `503 not_ready` if there is none yet."""
         reader = self.of(shard)
         if reader is None:
-            progress = self._cells[shard].get("progress_ppm") / 1_000_000
-            raise TopicsError("not_ready", "the log is still being replayed", {"replay_progress": progress})
+            raise not_ready([self._cells[shard]])
         return reader
 
     def view(self, name: str) -> TopicView | None:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, throttled
 from topics.core.names import owner_shard
 from topics.frontend.shards.archive_acks import ArchiveAcks
 from topics.frontend.shards.arenas import Arenas
@@ -34,7 +34,7 @@ from topics.frontend.shards.pending_requests import (
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendOptions, AppendReply
-from topics.shm.asks import Asks, Message, ReplyT
+from topics.shm.asks import Asks, Message, OfTopic, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import MessageKind, Part
@@ -182,6 +182,12 @@ class Gateway:
         """Send a request as `submit` does, and wait for the reply, whose type the request names."""
         return request.checked(await self.submit(shard, request, unthrottled=unthrottled))
 
+    async def ask(self, request: Asks[ReplyT], unthrottled: bool = False) -> ReplyT:
+        """Send a request about a topic to the shard that owns it, and wait for the reply as `call` does."""
+        assert isinstance(request, OfTopic), request
+        shard = owner_shard(request.name, len(self.links))
+        return request.checked(await self.submit(shard, request, unthrottled=unthrottled))
+
     def no_answer(self, shard: int) -> TopicsError:
         return TopicsError(
             "shard_unavailable",
@@ -222,33 +228,33 @@ class Gateway:
         self.pending[request_id] = request
         length = sum(map(len, parts))
         if length <= self.links[shard].requests.message_max_bytes:
-            self._push(shard, self._message(request_id, parts, unthrottled))
+            self._send(request_id, request, parts)
         else:
-            self._submit_by_reference(shard, request_id, parts, length, kind, unthrottled)
+            self._send_by_reference(request_id, request, kind, parts, length)
         return future
 
-    def _message(self, request_id: int, parts: list[Part], unthrottled: bool) -> QueuedMessage:
-        now_s = self._loop.time()
+    def _send(self, request_id: int, request: PendingRequest, parts: list[Part]) -> None:
+        now_s, unthrottled = self._loop.time(), request.unthrottled
         expires_s = now_s + (self.shard_wait_s if unthrottled else ROOM_WAIT_S)
-        return QueuedMessage(parts, sum(map(len, parts)), request_id, now_s, expires_s, unthrottled)
+        message = QueuedMessage(parts, sum(map(len, parts)), request_id, now_s, expires_s, unthrottled)
+        self._push(request.shard, message)
 
-    def _submit_by_reference(
-        self, shard: int, request_id: int, parts: list[Part], length: int, kind: MessageKind, unthrottled: bool
+    def _send_by_reference(
+        self, request_id: int, request: PendingRequest, kind: MessageKind, parts: list[Part], length: int
     ) -> None:
         try:
             if length <= SPILL_INLINE_BYTES_MAX:
-                reference = self._spills.put(kind, request_id, parts, length)
-                self._push(shard, self._message(request_id, reference, unthrottled))
+                self._send(request_id, request, self._spills.put(kind, request_id, parts, length))
                 return
             self._spills.reserve(request_id, length)
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        task = self._loop.create_task(self._spill(shard, request_id, kind, parts))
+        task = self._loop.create_task(self._spill(request_id, kind, parts))
         self._spilling.add(task)
         task.add_done_callback(self._spilling.discard)
 
-    async def _spill(self, shard: int, request_id: int, kind: MessageKind, parts: list[Part]) -> None:
+    async def _spill(self, request_id: int, kind: MessageKind, parts: list[Part]) -> None:
         try:
             await asyncio.to_thread(self._spills.write, request_id, parts)
         except OSError as error:
@@ -256,8 +262,7 @@ class Gateway:
             return
         request = self.pending.get(request_id)
         if request is not None:
-            reference = self._spills.reference(kind, request_id)
-            self._push(shard, self._message(request_id, reference, request.unthrottled))
+            self._send(request_id, request, self._spills.reference(kind, request_id))
         else:  # it took too long, and its client has an answer
             self._spills.drop(request_id)
 
@@ -310,7 +315,7 @@ class Gateway:
             fail(request.future, TopicsError("shard_unavailable", what))
         else:
             self._cell.add("throttled")
-            fail(request.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
+            fail(request.future, throttled(what, retry_after_ms=self.retry_after_ms))
 
     def _signal(self, link: _Link, pushed_bytes: int) -> None:
         if self._signals_at_once or pushed_bytes >= SIGNALLED_AT_ONCE_BYTES:

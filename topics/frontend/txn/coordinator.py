@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
@@ -136,7 +136,7 @@ class Stages:
                 pass  # it may have just been claimed: try its other name
             except (OSError, txn_files.TxnFileDamagedError) as error:
                 reason = f"{self._path(now)} cannot be used: {error}"
-                raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
+                raise storage_unavailable(reason, cause="damaged") from None
         raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: dropped, expired, or another batch's")
 
     def _age_ms(self, name: str) -> float:
@@ -151,7 +151,7 @@ class Stages:
 
 
 def _failed(what: str, error: OSError) -> TopicsError:
-    return TopicsError("storage_unavailable", f"{what}: {error.strerror}", {"cause": error.strerror})
+    return storage_unavailable(f"{what}: {error.strerror}", cause=error.strerror)
 
 
 IN_FLIGHT_MAX: Final = 16

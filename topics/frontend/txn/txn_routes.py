@@ -171,7 +171,8 @@ class TxnRoutes:
 
 
 def _check_room(ref: TopicRef, records: int, size_bytes: int) -> None:
-    check_room(ref.name, ref.config, records, size_bytes, ref.view.records, ref.view.live_bytes)
+    if ref.config.discard == "reject":
+        check_room(ref.name, ref.config, records, size_bytes, ref.view.records, ref.view.live_bytes)
 
 
 def _growth(ref: TopicRef, records: int, size_bytes: int) -> int:

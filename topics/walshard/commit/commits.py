@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.core.fold import LostEnd
 from topics.shm import messages
 from topics.storage.wal import WalWriteError
@@ -89,7 +89,7 @@ class Commits:
         try:
             if any(self._lost) and not all(map(self.log_lost_end().isdisjoint, touched)):
                 # These writes have older revisions than the marks that `log_lost_end` has just logged.
-                raise TopicsError("storage_unavailable", "the log has taken what it lost only now; send it again")
+                raise storage_unavailable("the log has taken what it lost only now; send it again")
             self._rings.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
             refusal = self._logs.refusal(error)

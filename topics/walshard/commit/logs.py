@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Final
 
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.log import SparseLines, get_logger
 from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
@@ -207,10 +207,10 @@ class Logs:
             cause = errno.errorcode.get(error.errno or 0, "write")
         self.count()  # the failure may have moved the log to another file
         self._log_refusal(error)
-        return TopicsError(
-            "storage_unavailable",
+        return storage_unavailable(
             "the log cannot be written now, nothing of this write was committed; see the service's log",
-            {"cause": cause, "read_only": self.wal.read_only is not None},
+            cause=cause,
+            read_only=self.wal.read_only is not None,
         )
 
     def _log_refusal(self, error: WalWriteError | WalSyncError) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from topics.core.errors import TopicsError
+from topics.core.errors import storage_unavailable
 from topics.shm import messages
 from topics.shm.instance import SharedMemory
 from topics.shm.journal import JournalEntry
@@ -156,7 +156,7 @@ class ShardRings:
                 file.write(reply)
         except OSError as error:
             reason = f"/dev/shm has no room for an answer of {len(reply)} bytes: {error.strerror}"
-            return messages.encode_error(request_id, TopicsError("storage_unavailable", reason))
+            return messages.encode_error(request_id, storage_unavailable(reason))
         return bytearray().join(messages.encode_reference(kind, request_id, path))
 
     def push(self, frontend: int, dealt: Dealt) -> None:

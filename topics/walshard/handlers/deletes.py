@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from topics.core.control_bodies import encode_body
-from topics.core.errors import TopicsError, topic_not_found
+from topics.core.errors import storage_unavailable, topic_not_found
 from topics.core.floors import Deletion, EvictReason
 from topics.core.pending import done_jobs_to_drop
 from topics.core.tags import Match
@@ -80,7 +80,7 @@ class Deletes:
         for topic_id in list(self._by_tag):
             hosted = self._catalog.find_id(topic_id)
             try:
-                if hosted is not None and self._tags.index_some(hosted.topic, hosted.index, hosted.topic.head_seq):
+                if hosted is not None and self._tags.index_some(hosted):
                     self._by_tag.move_to_end(topic_id)  # other topics have the next turn
                     return True
             except (OSError, CorruptSegment):
@@ -146,10 +146,9 @@ class Deletes:
             deletion, rest = self._plan(hosted, call, last_seq)
         except (OSError, CorruptSegment, CorruptPostings) as error:
             log.error("a delete could not find its records", topic=call.name, reason=str(error))
-            raise TopicsError(
-                "storage_unavailable",
+            raise storage_unavailable(
                 f"the records of topic {call.name!r} cannot be read to delete them; see the service's log",
-                {"topic": call.name},
+                topic=call.name,
             ) from error
         floors = topic.floors_without(deletion)
         deleted = max(0, deletion.records)
@@ -176,7 +175,7 @@ class Deletes:
         if len(self._by_tag) > BY_TAG_MAX:
             self._drop_tags(next(iter(self._by_tag)))
         first_seq = max(call.from_seq, topic.earliest_seq)
-        seqs, next_seq = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
+        seqs, next_seq = self._tags.find(hosted, Match(call.op, call.pattern), first_seq, last_seq)
         rest = None
         if next_seq <= last_seq:
             rest = msgspec.structs.replace(call, from_seq=next_seq, last_seq=last_seq, topic_id=topic.id)
@@ -215,10 +214,9 @@ class Deletes:
         """
         yield from self.expire_for(hosted, records, size_bytes)
         if not (yield from self.drop_done_jobs(hosted, records, size_bytes)):
-            raise TopicsError(
-                "storage_unavailable",
+            raise storage_unavailable(
                 f"topic {hosted.topic.name!r} is full of acknowledged jobs, and the log cannot take their removal; see"
-                " the service's log",
+                " the service's log"
             )
 
     def expire_for(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:

@@ -31,6 +31,7 @@ from topics.shm.queue_messages import (
     Extend,
     ExtendReply,
     Nack,
+    OfLeased,
     Peek,
     Peeked,
     Release,
@@ -199,9 +200,7 @@ class Queues:
         self.changed(hosted)
         return hosted, leases
 
-    def _owned(
-        self, group: Draft, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim
-    ) -> tuple[list[int], list[int]]:
+    def _owned(self, group: Draft, hosted: Hosted, leases: Leases, call: OfLeased) -> tuple[list[int], list[int]]:
         """Return (jobs of the call that its consumer holds, its other jobs). A job that a draft removes is not held."""
         return leases.leased_to(call.node, call.seqs, call.lease_nos, group.dying(hosted.topic))
 

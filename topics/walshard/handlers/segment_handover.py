@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from topics.core.control_bodies import MarkFrameBody, encode_body
-from topics.core.errors import TopicsError
+from topics.core.errors import storage_unavailable
 from topics.core.floors import Floors
 from topics.core.segment_list import SegmentList
 from topics.core.seq_set import seqs_of
@@ -77,7 +77,7 @@ class SegmentHandover:
             if not draft.committed:
                 refused += marked
         elif not self._logs.sync():
-            raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
+            raise storage_unavailable("the log cannot be synced now; see the service's log")
         return CheckpointReply(gone, refused)
 
     def _mark(self, checkpoint: TopicCheckpoint, hosted: Hosted) -> LogWrite | None:
@@ -116,7 +116,7 @@ class SegmentHandover:
 
     def _require(self, is_marked: bool) -> None:
         if not is_marked:
-            raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
+            raise storage_unavailable("deletions cannot be marked in their segments now")
 
 
 def _check(segments: SegmentList, known: SegmentList, checkpoint: TopicCheckpoint, hosted: Hosted) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from array import array
 
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.core.idempotency import stage_key
 from topics.core.names import owner_shard
 from topics.log import get_logger
@@ -195,8 +195,8 @@ def _as_known(sink: Sink | None) -> TxnReply:
 
 
 def _unusable(path: str, error: Exception) -> TopicsError:
-    return TopicsError("storage_unavailable", f"{path} cannot be used: {error}", {"cause": "damaged"})
+    return storage_unavailable(f"{path} cannot be used: {error}", cause="damaged")
 
 
 def _cannot(path: str, error: OSError) -> TopicsError:
-    return TopicsError("storage_unavailable", f"{path} cannot be written: {error.strerror}", {"cause": "write"})
+    return storage_unavailable(f"{path} cannot be written: {error.strerror}", cause="write")

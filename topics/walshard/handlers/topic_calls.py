@@ -10,7 +10,7 @@ import msgspec
 
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.control_bodies import ConfigFrameBody, encode_body
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, storage_unavailable
 from topics.log import get_logger
 from topics.shm.asks import Deleted
 from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
@@ -73,7 +73,7 @@ class TopicCalls:
         ):
             if not (yield from steps):
                 why = f"{what} topic {call.name!r} cannot be logged now, so its configuration stays as it was"
-                raise TopicsError("storage_unavailable", f"{why}; see the service's log")
+                raise storage_unavailable(f"{why}; see the service's log")
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigFrameBody(config))
         update = control_frame(FrameType.CONFIG_UPDATE, topic.id, now_ms, body)
@@ -107,10 +107,9 @@ class TopicCalls:
             return plan_turn(hosted, self._ram_directory, call.turns, now_ms)
         except OSError as error:
             log.error("records of the RAM log cannot be read", topic=call.name, reason=str(error))
-            raise TopicsError(
-                "storage_unavailable",
+            raise storage_unavailable(
                 f"the records of topic {call.name!r} cannot be read to make them durable; see the service's log",
-                {"topic": call.name},
+                topic=call.name,
             ) from error
 
     def delete(self, call: DeleteTopic, _frontend: int) -> Steps[Deleted]:

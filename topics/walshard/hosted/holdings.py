@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from topics.core.config import CLASSES, TopicConfig
-from topics.core.errors import TopicsError
 from topics.settings import Settings
-from topics.shm.control import ControlPage, Role, replay_progress
+from topics.shm.control import ControlPage, Role, not_ready
 from topics.shm.quotas import Quota
 
 
@@ -110,9 +109,5 @@ class Holdings:
         if quota.most:
             unknown = [cell for cell in self._every if not cell.get("generation")]
             if unknown:
-                raise TopicsError(
-                    "not_ready",
-                    f"{len(unknown)} of {len(self._every)} shards still replay their log: how much the service holds"
-                    " is not known yet",
-                    {"replay_progress": replay_progress(self._every)},
-                )
+                what = f"{len(unknown)} of {len(self._every)} shards still replay their log"
+                raise not_ready(self._every, f"{what}: how much the service holds is not known yet")

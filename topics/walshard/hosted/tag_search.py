@@ -13,6 +13,7 @@ import errno
 import os
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -27,8 +28,8 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER_LEN, LOCATION_HAS_TAG, NODE_MAX_BYTES, TAG_MAX_BYTES
 from topics.storage.topic_frames import check_header
+from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.segment_files import SegmentFiles
-from topics.walshard.hosted.topic_index import TopicIndex
 
 FOUND_MAX: Final = 2048
 """Matches that one turn finds at most: to delete them takes some 4 ms."""
@@ -83,13 +84,12 @@ class TagSearch:
         self._left: dict[tuple[object, ...], _Matches] = {}
         """Matches that a turn found but had no room to return, kept for the next turn, by search and place."""
 
-    def find(
-        self, topic: Topic, index: TopicIndex, match: Match, first_seq: int, last_seq: int
-    ) -> tuple[list[int], int]:
+    def find(self, hosted: Hosted, match: Match, first_seq: int, last_seq: int) -> tuple[list[int], int]:
         """Find matches in first_seq..last_seq, as far as one turn goes. Return (seqs, next_seq): all matches below
         next_seq, ascending. Some may be deleted already, but none is below `earliest_seq`.
         """
         ends_ms = self._clock.monotonic_ms() + TURN_MS
+        topic, index = hosted.topic, hosted.index
         found: list[int] = []
         next_seq = first_seq
         sealed_seq = index.segments.sealed_last_seq
@@ -103,13 +103,12 @@ class TagSearch:
                 return found, next_seq
         next_seq = max(next_seq, sealed_seq + 1)
         if next_seq <= last_seq:
-            open_seq = _open_seq(topic, index)
             tail_key = (topic.id, match, last_seq)
             matches = self._left.pop(tail_key, _Matches([], False))
-            if not matches.complete and not self._gather(matches, topic, index, match, open_seq, last_seq, ends_ms):
+            if not matches.complete and not self._gather(matches, hosted, match, last_seq, ends_ms):
                 self._keep(tail_key, matches)
                 return found, next_seq
-            if not self._take(found, tail_key, matches, max(next_seq, open_seq), last_seq):
+            if not self._take(found, tail_key, matches, max(next_seq, _open_seq(hosted)), last_seq):
                 return found, found[-1] + 1
         return found, last_seq + 1
 
@@ -119,17 +118,17 @@ class TagSearch:
         for key in [key for key, matches in self._left.items() if now_ms - matches.kept_ms > _KEPT_MS]:
             del self._left[key]
 
-    def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
-        """Index some new records up to `last_seq` if the topic has a tag index. False if there are none."""
-        tags = topic.tags
+    def index_some(self, hosted: Hosted) -> bool:
+        """Index some new records if the topic has a tag index. False if there are none."""
+        tags, last_seq = hosted.topic.tags, hosted.topic.head_seq
         if tags is None:
             return False
-        open_seq = _open_seq(topic, index)
+        open_seq = _open_seq(hosted)
         tags.forget_below(open_seq)  # frees memory even if no new records come
         if tags.next_seq > last_seq:
             return False
         first_seq = max(tags.next_seq, open_seq)
-        self._index(tags, topic, index, open_seq, min(last_seq, first_seq + IDLE_RECORDS - 1))
+        self._index(tags, hosted, open_seq, min(last_seq, first_seq + IDLE_RECORDS - 1))
         return first_seq <= last_seq
 
     def _take(
@@ -150,19 +149,10 @@ class TagSearch:
         if len(self._left) < LEFT_MAX:
             self._left[key] = matches
 
-    def _gather(
-        self,
-        matches: _Matches,
-        topic: Topic,
-        index: TopicIndex,
-        match: Match,
-        open_seq: int,
-        last_seq: int,
-        ends_ms: int,
-    ) -> bool:
+    def _gather(self, matches: _Matches, hosted: Hosted, match: Match, last_seq: int, ends_ms: int) -> bool:
         """Gather all matches in the tail. False if it needs another turn."""
         # The tag index may have started over since the last turn.
-        tags = self._caught_up(topic, index, open_seq, last_seq, ends_ms)
+        tags = self._caught_up(hosted, last_seq, ends_ms)
         if tags is None:
             return False
         if matches.tags is None:
@@ -183,30 +173,28 @@ class TagSearch:
         # An unsealed segment before sealed ones was damaged. It has no postings: read its frames, which may raise.
         return [seq for seq, tag in self._files.reader(topic_id, info).tagged() if match.covers(tag)]
 
-    def _caught_up(
-        self, topic: Topic, index: TopicIndex, open_seq: int, last_seq: int, ends_ms: int
-    ) -> TagIndex | None:
+    def _caught_up(self, hosted: Hosted, last_seq: int, ends_ms: int) -> TagIndex | None:
         """Return the topic's `tags`, caught up to `last_seq`. None if that needs another turn."""
+        topic, open_seq = hosted.topic, _open_seq(hosted)
         if topic.tags is None:
             topic.tags = TagIndex(open_seq)
         tags = topic.tags
         tags.forget_below(open_seq)
         while True:
             first_seq = max(tags.next_seq, open_seq)
-            self._index(tags, topic, index, open_seq, min(last_seq, first_seq + CATCH_UP_RECORDS - 1))
+            self._index(tags, hosted, open_seq, min(last_seq, first_seq + CATCH_UP_RECORDS - 1))
             if tags.next_seq > last_seq:
                 return tags
             if self._clock.monotonic_ms() >= ends_ms:
                 return None
 
-    def _index(self, tags: TagIndex, topic: Topic, index: TopicIndex, open_seq: int, last_seq: int) -> None:
-        tags.catch_up(open_seq, last_seq, lambda first, last: self._tagged(topic, index, first, last))
+    def _index(self, tags: TagIndex, hosted: Hosted, open_seq: int, last_seq: int) -> None:
+        tags.catch_up(open_seq, last_seq, partial(self._tagged, hosted))
 
-    def _tagged(
-        self, topic: Topic, index: TopicIndex, first_seq: int, last_seq: int
-    ) -> tuple[list[tuple[int, bytes]], int]:
+    def _tagged(self, hosted: Hosted, first_seq: int, last_seq: int) -> tuple[list[tuple[int, bytes]], int]:
         """Return (seq, tag) of tagged records in segments and logs, and the seq up to which these are all."""
         found: list[tuple[int, bytes]] = []
+        topic, index = hosted.topic, hosted.index
         base_seq = index.ring.base_seq
         if first_seq < base_seq:
             for info in index.segments.between(first_seq, min(last_seq, base_seq - 1)):
@@ -217,9 +205,10 @@ class TagSearch:
         return found, last_seq
 
 
-def _open_seq(topic: Topic, index: TopicIndex) -> int:
+def _open_seq(hosted: Hosted) -> int:
     """Return the first seq that may be live and is in no sealed segment."""
-    return max(index.segments.sealed_last_seq + 1, index.base_seq, topic.earliest_seq)
+    index = hosted.index
+    return max(index.segments.sealed_last_seq + 1, index.base_seq, hosted.topic.earliest_seq)
 
 
 class FrameTags:

@@ -34,7 +34,7 @@ from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
 from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.feeds import Feed, Hindrance
 from topics.walshard.routers.originals import Originals, SourceLocations
-from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, pass_unchanged, room
+from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, pass_unchanged
 
 log = get_logger()
 
@@ -215,7 +215,7 @@ class Copier:
             is_said, feed.lost_to_seq = feed.lost_to_seq == feed.source_seq, last_source_seq
             if is_said:
                 return self._cursor(feed, last_source_seq)  # the last gap stands for this page of the loss, too
-        if min(room(feed.topic)) <= 0:
+        if min(feed.topic.room()) <= 0:
             self.wait(feed, Hindrance.NONE)  # the gap may grow until there is room for it
             return None
         count = 1 if is_unknown else last_source_seq - feed.source_seq
@@ -278,7 +278,7 @@ def _unless_full(feed: Feed, hindrance: Hindrance) -> Hindrance:
     """Return NONE for a full dest, which could take nothing anyway, else `hindrance`. A queue never counts as full: it
     may drop acknowledged jobs.
     """
-    is_full = feed.topic.queue is None and (feed.has_no_room() or min(room(feed.topic)) <= 0)
+    is_full = feed.topic.queue is None and (feed.has_no_room() or min(feed.topic.room()) <= 0)
     return Hindrance.NONE if is_full else hindrance
 
 

@@ -19,7 +19,6 @@ from topics.storage.frame import FrameType
 from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.routers.page import can_never_hold, room
 
 log = get_logger()
 
@@ -93,9 +92,10 @@ class Feed:
     def has_no_room(self) -> bool:
         """Return whether the next record is known not to fit into the dest, from an earlier try to copy it."""
         source_seq, records, size_bytes = self.no_room_for
-        if not records or source_seq != self.source_seq or can_never_hold(self.topic, records, size_bytes):
+        is_known = records and source_seq == self.source_seq
+        if not is_known or not self.topic.config.can_hold(records, size_bytes):
             return False
-        room_records, room_bytes = room(self.topic)
+        room_records, room_bytes = self.topic.room()
         return records > room_records or size_bytes > room_bytes
 
     def body(self, source_seq: int | None = None, full: bool | None = None) -> FeedFrameBody:

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from topics.core.config import U64_MAX
 from topics.core.location import LOW_WORD
 from topics.core.routers import HOPS_MAX, FeedRouter, Router, with_origin
 from topics.core.tags import Match
@@ -100,7 +99,7 @@ def copy_page(
     `repeats_to_seq` may have been copied before a crash that lost the copies: those go around a cycle only once.
     """
     page = CopyPage(source_seq)
-    room_records, room_bytes = room(topic)
+    room_records, room_bytes = topic.room()
     matching = [(one, one.router.spec.match) for one in routers]
     for original in originals:
         seq = page.source_seq + 1
@@ -108,7 +107,7 @@ def copy_page(
         copies = list(_copies_of(original, hops, matching, source, source_topic_id, seq))
         size_bytes = sum([len(frame) for frame, _, _ in copies])
         if len(copies) > room_records or size_bytes > room_bytes:
-            if can_never_hold(topic, len(copies), size_bytes):
+            if not topic.config.can_hold(len(copies), size_bytes):  # not even an empty dest could
                 page.oversize = len(copies)
             else:
                 page.full = True
@@ -147,22 +146,3 @@ def _copies_of(
         node = original.node if spec.preserve_node else b""
         tag = original.tag if spec.preserve_tag else b""
         yield *lay_out_copy(node, tag, payload, has_meta, hops), router.id
-
-
-def room(topic: Topic) -> tuple[int, int]:
-    """Return the (records, bytes) that a `reject` topic can still take. Any other topic makes room: no bound."""
-    config = topic.config
-    if config.discard != "reject":
-        return U64_MAX, U64_MAX
-    return (
-        config.cap_records - topic.records if config.cap_records else U64_MAX,
-        config.cap_bytes - topic.live_bytes if config.cap_bytes else U64_MAX,
-    )
-
-
-def can_never_hold(topic: Topic, records: int, size_bytes: int) -> bool:
-    """Return whether not even the empty topic could hold so much. A writer would get `record_too_large`."""
-    config = topic.config
-    return bool(
-        (config.cap_records and records > config.cap_records) or (config.cap_bytes and size_bytes > config.cap_bytes)
-    )

@@ -124,9 +124,9 @@ class Routing:
 
     def catch_up(self, call: CatchUp, _frontend: int) -> Steps[CaughtUp]:
         """Copy what the source of a dest has now, up to PAGES_PER_CATCH_UP pages. The frontend asks again for more."""
-        feed = yield from self._current_feed(call.dest)
+        feed = yield from self._current_feed(call.name)
         # True if the feed is still not in line: the log refused the change, or a source cannot be looked at.
-        pending = call.dest in self._due
+        pending = call.name in self._due
         if feed is None:
             return CaughtUp(True, pending)
         if (yield from self._copy_all(feed, PAGES_PER_CATCH_UP)) == PAGES_PER_CATCH_UP:
@@ -136,10 +136,10 @@ class Routing:
 
     def sync(self, call: SyncRouters, _frontend: int) -> Steps[SyncRoutersReply]:
         """Bring the routers of one dest into line with the table."""
-        feed = yield from self._current_feed(call.dest)
+        feed = yield from self._current_feed(call.name)
         routers = [] if feed is None else [(router.id, router.version) for router in feed.registered()]
         begun = not call.router_id or (call.router_id, call.version) in routers
-        return SyncRoutersReply(call.dest not in self._due and begun)
+        return SyncRoutersReply(call.name not in self._due and begun)
 
     def _current_feed(self, dest: str) -> Steps[Feed | None]:
         """Take messages of other shards, bring the feed of a dest into line with the table, and return it."""
