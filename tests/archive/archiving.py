@@ -4,7 +4,7 @@ The model holds it to this: a restore of any moment has exactly the records that
 missing, none that was deleted is back, and of a batch over topics there is all or nothing. So has a follower. One that
 takes over has the last moment, with all that ever counted as archived, and from then on nobody else ships anything: it
 is the leader in the same archive, until the next one takes over from it. Whatever fails, or is killed, the archive is
-whole.
+whole. With a damaged newest base an older one gives the very same moments, unless there is a hole between the two.
 """
 
 from __future__ import annotations
@@ -53,7 +53,17 @@ from topics.core.names import owner_shard
 from topics.shm import shm_names
 from topics.shm.memory import SharedObject
 from topics.storage import borrowed, origin
-from topics.storage.archive_objects import Archive, Generation, LogEnd, Piece, decode, generation_name, piece_name
+from topics.storage.archive_objects import (
+    Archive,
+    ArchiveDamagedError,
+    Generation,
+    LogEnd,
+    Piece,
+    base_name,
+    decode,
+    generation_name,
+    piece_name,
+)
 from topics.storage.borrowed import BorrowedNote, read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import FollowNote, read_note
@@ -77,6 +87,7 @@ REQUESTS: Final = st.integers(1, 16) | st.just(FIRST_OBJECT)
 """Places in a step of a process: before its n-th request to the bucket, half of the time before it makes an object."""
 BESIDE_A_LEADER: Final = ("write", "cut", "die", "restart", "ship", "follow", "take over", "take over")
 BESIDE_A_TAKEOVER: Final = ("", "", "write", "ship", "begin", "begin", "restart", "prune", "take over", "die")
+HARMS: Final = ("cut", "changed")
 TALLY: Counter[str] = Counter()
 """Counts of this process; "schedules" are those that ended as they should."""
 
@@ -620,13 +631,47 @@ class Archiving(RuleBasedStateMachine):
             assert _is_within(self.former.archived(), self.heir.began_with), "its heir lacks what counts as archived"
 
     @precondition(lambda self: self.moments and self.restores < 3)
-    @rule(share=st.floats(0, 1))
-    def restore(self, share: float) -> None:
+    @rule(share=st.floats(0, 1), harm=st.sampled_from(["", "", *HARMS]))
+    def restore(self, share: float, harm: str = "") -> None:
         moments = sorted(self.moments)
-        self._restore(moments[int(share * (len(moments) - 1))])
+        self._restore(moments[int(share * (len(moments) - 1))], harm)
 
-    def _restore(self, moment: tuple[int, int]) -> None:
-        """Restore the moment as if the archive ended there, and compare."""
+    @precondition(lambda self: self.moments and len(self.archive.bases(max(self.moments)[0])) > 1)
+    @rule(harm=st.sampled_from(HARMS), what=st.sampled_from(["follow", "ship", "begin", "restore"]))
+    def damage(self, harm: str, what: str) -> None:
+        """The newest base is damaged while something happens. Then somebody puts it back from a copy."""
+        generation, number = max(self.moments)
+        name = base_name(generation, self.archive.bases(generation)[-1])
+        whole = self.bucket.objects[name]
+        self.bucket.objects[name] = harmed(whole, harm)
+        match what:
+            case "follow" if self.followers[1] is None:
+                reached = self._is_reached(self.bucket, generation, number)
+                for _ in range(4):
+                    self.follow([], 1)
+                rig = self.followers[1]
+                assert rig is not None
+                if reached and max(self.archive.generations()) == generation:
+                    TALLY["followers that began beside damage"] += 1
+                    assert rig.shown is not None or rig.is_refused, "an older base would do"
+            case "begin":
+                self.archiver_dies(0)
+                self.ship(0)
+            case "ship":
+                self.ship(0)
+        if what in ("begin", "restore"):
+            self._restore(max(self.moments))
+        self.bucket.objects[name] = whole
+
+    def _is_reached(self, seen: SimulatedBucket, generation: int, number: int) -> bool:
+        """True if a base before the newest one gives this moment for sure: where there is a hole behind it, the piece
+        of a later base is no moment without that base.
+        """
+        bases = [base for base in Archive(seen).bases(generation) if base <= number]
+        return len(bases) > 1 and all(self._piece(generation, base).is_moment for base in bases[1:])
+
+    def _restore(self, moment: tuple[int, int], harm: str = "") -> None:
+        """Restore the moment as if the archive ended there, its newest base being harmed, and compare."""
         generation, number = moment
         bases = [base for base in self.archive.bases(generation) if base <= number]
         if not bases:
@@ -635,16 +680,29 @@ class Archiving(RuleBasedStateMachine):
         seen.objects = {
             name: body for name, body in self.bucket.objects.items() if _is_before(name, generation, number)
         }
-        if self.restored.get(moment) == seen.objects.keys():
+        archive, newest = Archive(seen), base_name(generation, bases[-1])
+        if harm:
+            seen.objects[newest] = harmed(seen.objects[newest], harm)
+        damaged = _damaged(archive)
+        if not damaged and self.restored.get(moment) == seen.objects.keys():
             return  # objects never change
         self.restored[moment] = set(seen.objects)
         self.restores += 1
-        TALLY["restores"] += 1
-        archive = Archive(seen)
-        assert check(archive, lambda _done, _total: None) == []
+        problems = check(archive, lambda _done, _total: None)
+        assert all(any(name in problem for problem in problems) for name in damaged)
+        assert damaged or not problems
         data_dir = os.path.join(self.directory, f"restored-{self.restores}")
-        found = plan(archive, WantedMoment())
+        try:
+            found = plan(archive, WantedMoment())
+        except ArchiveDamagedError as error:
+            if newest not in damaged or newest not in str(error):
+                raise
+            assert not self._is_reached(seen, *moment), "an older base would do"
+            TALLY["refused for a damaged base"] += 1
+            return
+        TALLY["restores from an older base" if newest in damaged else "restores"] += 1
         assert (found.generation.number, found.moment.number) == moment
+        assert base_name(generation, found.base.number) not in damaged
         Restore(archive, found, OsFileSystem(), data_dir, lambda _done, _total: None).run(self.world.clock)
         assert verify(data_dir, lambda _done, _total: None).damage == []
         other = Small(data_dir, found.generation.shards, self.world.clock)
@@ -692,6 +750,8 @@ class Archiving(RuleBasedStateMachine):
         self.ship_all()
         self._restore(max(self.moments))
         self._restore(min(self.moments))
+        if len(self.archive.bases(max(self.moments)[0])) > 1:
+            self._restore(max(self.moments), HARMS[self.world.written % len(HARMS)])
         between = sorted(self.moments)[1:-1]
         if between:  # a cut at random: what was written decides which one
             self._restore(between[self.world.written * 7919 % len(between)])
@@ -781,6 +841,24 @@ class Archiving(RuleBasedStateMachine):
             if former.rig.shared.control.is_taken_over:
                 return
         raise AssertionError("a former leader does not notice")
+
+
+def harmed(whole: bytes, harm: str) -> bytes:
+    """Return an object after damage: half of it is gone, or a byte of it is another one."""
+    half = len(whole) // 2
+    return whole[:half] if harm == "cut" else whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+
+
+def _damaged(archive: Archive) -> list[str]:
+    """Return the names of all bases that cannot be read."""
+    found = []
+    for generation in archive.generations():
+        for number in archive.bases(generation):
+            try:
+                archive.base(generation, number)
+            except ArchiveDamagedError:
+                found.append(base_name(generation, number))
+    return found
 
 
 def _note_of(rig: FollowerRig) -> FollowNote:

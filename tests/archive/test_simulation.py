@@ -15,7 +15,7 @@ from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from structlog.testing import capture_logs
 
-from tests.archive.archiving import SHARDS, STEPS, Archiving, compare, small_world
+from tests.archive.archiving import HARMS, SHARDS, STEPS, Archiving, compare, harmed, small_world
 from tests.archive.follower_rig import FollowerRig
 from tests.archive.leading import KilledError, Leader, Small, shown
 from tests.archive.simulated import FIRST_OBJECT, SimulatedBucket
@@ -30,6 +30,7 @@ from topics.shm.control import Role
 from topics.shm.topic_messages import PutTopic
 from topics.storage.archive_objects import (
     Archive,
+    ArchiveDamagedError,
     Piece,
     Removal,
     base_name,
@@ -40,6 +41,7 @@ from topics.storage.archive_objects import (
     piece_name,
     removal_name,
 )
+from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.verify import verify
@@ -428,6 +430,59 @@ def test_behind_a_damaged_newest_base_another_one_is_made(service: Archiving) ->
     service.moments = {
         at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects and at[1] > last
     }
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_follower_begins_with_an_older_base_if_the_newest_one_is_damaged(service: Archiving, harm: str) -> None:
+    """It could not begin, though an older base and the pieces behind it were there. When the next base comes, it takes
+    that.
+    """
+    ship_bases(service)
+    _, older, last = service.archive.bases(1)[-3:]
+    name = base_name(1, last)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, harm)
+    for _ in range(3):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    assert (rig.shown, rig.replica.note.base) == (max(service.moments), older)
+    note = read_borrowed(OsFileSystem(), rig.settings.data_dir)
+    assert list(service.archive.loans(1)) == ([older] if note is not None else [])
+    while service.archive.bases(1)[-1] == last:
+        service.append("d", 1, "disk")
+        service.ship(0)
+    for _ in range(6):
+        service.follow([])
+    assert rig.replica.note.base > last
+    service.bucket.objects[name] = whole
+
+
+def test_a_follower_keeps_what_it_has_if_the_base_behind_a_hole_is_damaged(service: Archiving) -> None:
+    """It gave up everything, and served nothing until there was another base."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    first = max(service.moments)
+    service.long_outage("a", 3)
+    while len(service.archive.bases(1)) < 2:
+        service.append("a", 1, "disk")
+        service.ship(0)
+    name = base_name(1, service.archive.bases(1)[-1])
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "cut")
+    for _ in range(6):
+        service.follow([])
+    assert service.follower is not None
+    assert service.follower.shown == first
+    with pytest.raises(ArchiveDamagedError, match=f"{name}: .*; no older base"):
+        plan(service.archive, WantedMoment())
+    service.bucket.objects[name] = whole
+    for _ in range(6):
+        service.follow([])
+    assert service.follower.shown == max(service.moments)
 
 
 @pytest.mark.parametrize("is_lent", [False, True])

@@ -157,6 +157,9 @@ class DirectoryCopy:
                 with opened(self._fs, path, os.O_RDWR | os.O_CREAT) as fd:
                     write_all(self._fs, fd, lacked, behind.offset - len(lacked))
             ends[part.shard] = behind
+        for one in piece.ends:
+            if ends[one.shard] < one.position:
+                raise MissingBytesError(f"{self._place}: up to piece {piece.number}, log {one.shard} lacks its end")
 
     def read_log(self, shard: int, start: WalPosition, length: int) -> bytes:
         """Return `length` bytes of a log file from `start` on, fewer at its end, none if it is not there."""

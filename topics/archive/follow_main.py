@@ -257,10 +257,10 @@ class Follower:
             return  # they still read files of the former base
         if not read_pinned(self._fs, self._pins_dir, self._clock.monotonic_ms()):
             self._replica.remove_leftovers()
-        if self._replica.look_for_base():
-            self._cell.set("base_ms", self._clock.now_ms())
+        if self._replica.homecoming.come_home():  # first: the newest base may be damaged
             self._load()
-        elif self._replica.homecoming.come_home():
+        elif self._replica.look_for_base():
+            self._cell.set("base_ms", self._clock.now_ms())
             self._load()
 
 

@@ -109,7 +109,7 @@ def _look(archive: Archive, told: Told) -> list[_Found]:
             try:
                 bases.append(archive.base(number, base_no)[0])
             except ArchiveDamagedError as damage:
-                damaged.append(f"{damage}; put it back from a copy, or remove it if there is a base before it")
+                damaged.append(f"{damage}; put it back from a copy. A restore uses the base before it, if it can")
             done += 1
             told(done, total)
         last_no = archive.last_piece(number, max(base_numbers, default=0))
@@ -201,22 +201,20 @@ def _check_generation(
         # The piece of the next base may lie behind a hole: a hole is a reason to make a base.
         until = bases[at + 1].number - 1 if at + 1 < len(bases) else last
         until = next((no for no in range(until, base.number, -1) if no in pieces and pieces[no].is_moment), base.number)
-        gap = _gap(base, (pieces[no] for no in range(base.first_piece, until + 1) if no in pieces))
-        if gap is not None:
-            place = archive.store.place(piece_name(number, gap))
-            yield (f"{place}: does not go on where piece {gap - 1} ends", {base.number})
+        if lacks := gap(base, (pieces[no] for no in range(base.first_piece, until + 1) if no in pieces)):
+            place = archive.store.place(piece_name(number, lacks))
+            yield (f"{place}: does not go on where piece {lacks - 1} ends", {base.number})
 
 
-def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
-    """Return the first piece that does not go on where a log of this base ends by then; None if there is none."""
+def gap(base: Base, pieces: Iterable[Piece]) -> int:
+    """Return the first piece that does not go on where a log of this base ends by then; 0 if all do."""
     ends = {start.shard: start.position for start in base.logs}
     for piece in pieces:
         for part in piece.parts:
-            end = joined(ends[part.shard], part)
-            if end is None:
-                return piece.number
-            ends[part.shard] = end
-    return None
+            ends[part.shard] = joined(ends[part.shard], part) or ends[part.shard]
+        if any(ends[end.shard] < end.position for end in piece.ends):
+            return piece.number
+    return 0
 
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:

@@ -25,6 +25,7 @@ from xxhash import xxh3_64_intdigest
 from topics.archive.borrowing import Homecoming
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, fetched_ahead
 from topics.archive.ownership import followed_generation
+from topics.archive.restoring import WantedMoment, plan
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -202,11 +203,6 @@ class Replica:
         positions = [end.position for end in self.laid_ends]
         self._copy.lay_out(piece, payload, positions)
         for end in piece.ends:
-            if positions[end.shard] < end.position:
-                raise MissingBytesError(
-                    f"{self.archive.store.place('')}: piece {piece.number} ends log {end.shard} at {end.position}, the"
-                    f" pieces have it up to {positions[end.shard]}"
-                )
             if self.laid_ends[end.shard].position < end.position:
                 self.laid_ends[end.shard] = end
 
@@ -322,15 +318,14 @@ class Replica:
     # -- bases
 
     def _copy_base(self) -> None:
-        """Copy the newest base, and the moment by which it is named, in place of what an earlier try has copied."""
-        generation = self.archive.generation(self._newest_generation())
+        """Copy the newest base that is whole, and all moments behind it, in place of what an earlier try has copied."""
+        self._newest_generation()  # raises if there is none
+        generation, base, snapshot, _ = plan(self.archive, WantedMoment())
         if generation.shards != self._shards:
             raise OtherShardsError(
                 f"the service that is followed has {generation.shards} shards, this one {self._shards}: set"
                 f" TOPICS_WAL_SHARDS={generation.shards}"
             )
-        number = self.archive.bases(generation.number)[-1]
-        base, snapshot = self.archive.base(generation.number, number)
         for name in _COPIED:  # left by an earlier try
             shutil.rmtree(os.path.join(self._data_dir, name), ignore_errors=True)
         for old in layout.list_snapshots(self._fs, self._data_dir):
@@ -343,7 +338,7 @@ class Replica:
         for ref, content in fetched_ahead(self.archive.file, copied):
             self._copy.write(ref.path, content)
         if snapshot:
-            self._copy.save_snapshot(bytes(snapshot), borrowed)
+            self._copy.save_snapshot(snapshot, borrowed)
         service_id.set_epoch_mask(self._fs, self._data_dir, generation.epoch_mask, self._clock.now_ms())
         write_mark(self._fs, self._data_dir)
         self._fs.sync_all(self._data_dir)
@@ -376,6 +371,7 @@ class Replica:
         number = self.archive.bases(newest)[-1]
         if number > self.note.piece:
             if self.has_hole or self.archive.last_piece(newest, self.laid_piece) < number:
+                self.archive.base(newest, number)  # if it is damaged, what is here is better than nothing
                 raise BeginAnewError(f"pieces between {self.laid_piece} and base {number} are not in the archive")
             if number != self.laid_piece:
                 return False

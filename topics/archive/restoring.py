@@ -3,9 +3,6 @@
 The restored directory is a service of its own: it has a new id and new epochs. Every topic has a gap behind its last
 record (reason `restored`), because the service may have given out seqs after the moment. The directory is made under
 another name and gets its own once it is whole and on the disk.
-
-Data of sealed segments may stay in the archive: the service reads them there, and fetches them by and by
-(`storage/borrowed.py`). The archive keeps them until then, because a loan is created before anything is fetched.
 """
 
 from __future__ import annotations
@@ -16,12 +13,14 @@ import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
 
 from topics.archive.borrowing import NoLoanError, borrow
 from topics.archive.directory_copy import DirectoryCopy, fetched_ahead
+from topics.archive.inspection import gap
 from topics.core.clock import Clock, iso
 from topics.core.location import LOCATION_LOST
 from topics.core.shard_state import FoldedTopic
@@ -46,6 +45,7 @@ from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.storage.segment import read_columns
 from topics.storage.snapshot import decode_parts
 
+_NO_OTHER: Final = "no older base gives this moment: put it back from a copy, or restart the service, if it lives"
 _NO_BASE: Final = "the archive was begun, but its first base is not complete"
 
 log = get_logger()
@@ -59,7 +59,7 @@ class WantedMoment(NamedTuple):
     seq: int = 0
 
 
-class NotThereError(Exception):
+class NotThereError(OSError):
     """The archive has no such moment; the message says what it has."""
 
 
@@ -100,17 +100,44 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
         bases = archive.bases(number)
         last = archive.last_piece(number, bases[-1]) if bases else 0
         for base_no in reversed(bases):
-            base, body = archive.base(number, base_no)
-            earliest_ms = base.taken_ms
-            if wanted.ts_ms is None or base.taken_ms <= wanted.ts_ms:
-                until = last if wanted.ts_ms is None else _last_at(archive, number, base_no, last, wanted.ts_ms)
-                moment = _moment(archive, number, base_no, range(until, base_no - 1, -1))
-                assert moment is not None
-                return Plan(archive.generation(number), base, bytes(body), moment)
+            if wanted.ts_ms is None:
+                return _way(archive, number, bases, range(last, base_no - 1, -1))
+            earliest_ms = _taken_ms(archive, number, base_no)
+            if earliest_ms <= wanted.ts_ms:
+                until = _last_at(archive, number, base_no, last, wanted.ts_ms)
+                return _way(archive, number, bases, range(until, base_no - 1, -1))
             last = base_no - 1
     if wanted.ts_ms is None or not earliest_ms:
         raise NotThereError(f"{place}: {_NO_BASE}")
     raise NotThereError(f"{place}: {iso(wanted.ts_ms)} is before the first moment, which is of {iso(earliest_ms)}")
+
+
+def _taken_ms(archive: Archive, generation: int, base_no: int) -> int:
+    """Return the time of a base. The piece of its number has the same."""
+    try:
+        return archive.base(generation, base_no)[0].taken_ms
+    except ArchiveDamagedError:
+        return archive.piece(generation, base_no)[0].taken_ms
+
+
+def _way(archive: Archive, number: int, bases: list[int], numbers: Iterable[int]) -> Plan:
+    """Return the way to the first of these pieces that is a moment, from the newest whole base that reaches it."""
+    generation, moment = archive.generation(number), _moment(archive, number, bases, numbers)
+    assert moment is not None
+    first: ArchiveDamagedError | None = None
+    for base_no in reversed([base_no for base_no in bases if base_no <= moment.number]):
+        try:
+            base, body = archive.base(number, base_no)
+            found = Plan(generation, base, bytes(body), moment)
+            if first is not None:
+                pieces = fetched_ahead(partial(archive.piece, number), found.pieces)
+                if gap(base, (piece for _, (piece, _) in pieces)):
+                    break  # the damaged base was made behind a hole
+                log.warning("a base cannot be used: an older one gives this moment", base=base_no, reason=str(first))
+            return found
+        except ArchiveDamagedError as error:
+            first = first or error
+    raise ArchiveDamagedError(f"{first}; {_NO_OTHER}")
 
 
 def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int) -> int:
@@ -118,10 +145,10 @@ def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int)
     return low + bisect_right(range(low + 1, last + 1), ts_ms, key=lambda at: archive.piece(generation, at)[0].taken_ms)
 
 
-def _moment(archive: Archive, generation: int, base_no: int, numbers: Iterable[int]) -> Piece | None:
-    """Return the first of these pieces that is a moment, as the base's own always is; None without one."""
+def _moment(archive: Archive, generation: int, bases: list[int], numbers: Iterable[int]) -> Piece | None:
+    """Return the first of these pieces that is a moment, as a base's own always is; None without one."""
     pieces = (archive.piece(generation, number)[0] for number in numbers)
-    return next((piece for piece in pieces if piece.is_moment or piece.number == base_no), None)
+    return next((piece for piece in pieces if piece.is_moment or piece.number in bases), None)
 
 
 def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) -> Plan:
@@ -158,18 +185,25 @@ def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) 
 def _first_with(archive: Archive, number: int, topic: str, seq: int) -> tuple[Plan, int | None] | None:
     """Return (the way to a generation's first moment with a record, its time or None if it is gone); or None."""
     bases, found = archive.bases(number), None
+    first: ArchiveDamagedError | None = None
     last = archive.last_piece(number, bases[-1]) if bases else 0
     for base_no in reversed(bases):
-        base, body = archive.base(number, base_no)
-        at, ts = _piece_with(archive, number, base, bytes(body), topic, seq, last)
-        moment = _moment(archive, number, base_no, range(at, last + 1))
+        try:
+            base, body = archive.base(number, base_no)
+            at, ts = _piece_with(archive, number, base, bytes(body), topic, seq, last)
+            moment = _moment(archive, number, bases, range(at, last + 1))
+        except ArchiveDamagedError as error:
+            first = first or error
+            continue  # the base before it gives its moments, too
         if moment is None:
             break
-        found = Plan(archive.generation(number), base, bytes(body), moment), ts
+        found = moment.number, ts
         if moment.number > base_no:
             break
         last = base_no - 1  # the service may have had the record before this base
-    return found
+    if found is None and first is not None:
+        raise ArchiveDamagedError(f"{first}; {_NO_OTHER}")
+    return None if found is None else (_way(archive, number, bases, [found[0]]), found[1])
 
 
 def _piece_with(
@@ -354,12 +388,6 @@ class Restore:
                 if (number, file.path) in wanted:
                     self._copy.write(file.path, payload[file.offset : file.offset + file.size_bytes])
             self._fetched(len(payload))
-        for end in plan.moment.ends:
-            if ends[end.shard] != end.position:
-                raise ArchiveDamagedError(
-                    f"{self._archive.store.place('')}: pieces {plan.pieces.start} to {plan.pieces.stop - 1} have log"
-                    f" {end.shard} up to {ends[end.shard]}, it should go to {end.position}"
-                )
         for start in plan.base.logs:
             self._copy.forget_segments(start.shard, start.position, ends[start.shard])
 

@@ -13,13 +13,13 @@ from typing import Final
 import msgspec
 
 from topics.archive.ownership import close_archive
-from topics.archive.restoring import Restore, WantedMoment, plan, reserved
+from topics.archive.restoring import Restore, Restored, WantedMoment, plan, reserved
 from topics.cli.archive_shared import PLACE, fill_command, mebibytes, place, show
 from topics.cli.read import timestamp_ms
 from topics.cli.shared import positive
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
-from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.terminal import plural
 
@@ -79,10 +79,15 @@ def _run(options: argparse.Namespace) -> int:
             plan(archive, WantedMoment())  # raises if nothing can be restored, before the former service is shut out
             close_archive(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
     topic, seq = options.to_seq or (None, 0)
-    found = plan(archive, WantedMoment(options.to_ts, topic, seq))
-    lender = None if options.copy else options.place
-    with progress("object", len(found.base.files) + len(found.pieces)) as bar:
-        done = Restore(archive, found, fs, options.data_dir, partial(show, bar), lender).run(SystemClock())
+    wanted, lender = WantedMoment(options.to_ts, topic, seq), None if options.copy else options.place
+    with progress("object", 0) as bar:
+        done: Restored | None = None
+        while done is None:
+            found = plan(archive, wanted)
+            try:
+                done = Restore(archive, found, fs, options.data_dir, partial(show, bar), lender).run(SystemClock())
+            except ArchiveDamagedError as damage:  # an older base may do
+                archive.unusable[found.generation.number, found.base.number] = damage
     if options.json:
         print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
     else:

@@ -1,27 +1,8 @@
-"""The objects of an archive, and the store that has them. docs/storage-format.md ("Archive") is this page for readers
-in other languages.
-
-    generations/<8 digits>             one unbroken history of a service; the newest counts
-    g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
-    g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
-    g<8 digits>.files/<name>           a file of a segment, byte for byte
-    g<8 digits>.removals/<12 digits>   names of objects that a pruning is removing
-    loans/<8 digits>-<12 digits>-<id>  a restored service still reads files of this base, so nobody may remove them
-    loans/<8 digits>-…-<id>.over       this loan has ended, even if its own object arrives later
-    drafts/<16 hex>.tmp                an object that is being made (only if the archive is a folder)
+"""The objects of an archive, and the store that has them. docs/storage-format.md ("Archive") says what each object is
+and how it is laid out.
 
 Every object is created once and never written over. So two services that ship into one generation cannot both succeed:
 the second one finds the number of its piece taken.
-
-A generation, a piece, a base and a removal are laid out as
-
-  0       8         12           16                                       -8
-  ┌───────┬─────────┬────────────┬─────────────────────┬─────────┬──────────┐
-  │ magic │ version │ header_len │ header, msgpack map │ payload │ checksum │
-  │ 8     │ u32     │ u32        │ header_len bytes    │         │ u64      │
-  └───────┴─────────┴────────────┴─────────────────────┴─────────┴──────────┘
-    magic    = "topicARC"
-    checksum = XXH3-64 of everything before it
 """
 
 from __future__ import annotations
@@ -300,10 +281,12 @@ def split_payload(piece: Piece, payload: memoryview) -> Iterator[tuple[LogPart, 
 
 
 class Archive:
-    """The objects of one archive as they are now. Owns nothing but the way to the store."""
+    """The objects of one archive as they are now. Owns the way to the store, and what is known to be damaged there."""
 
     def __init__(self, store: ArchiveStore) -> None:
         self.store = store
+        self.unusable: dict[tuple[int, int], ArchiveDamagedError] = {}
+        """Damage of objects that a base needs, by generation and base. Such a base counts as damaged itself."""
 
     def generations(self) -> list[int]:
         """Return the numbers of all generations, ascending."""
@@ -321,6 +304,8 @@ class Archive:
 
     def base(self, generation: int, number: int) -> tuple[Base, memoryview]:
         """Return (base, body of the snapshot; empty for a service that had none yet)."""
+        if damage := self.unusable.get((generation, number)):
+            raise damage
         return self._header(base_name(generation, number), Base)
 
     def has_base(self, generation: int, number: int) -> bool:
