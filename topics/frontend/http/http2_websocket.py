@@ -36,7 +36,6 @@ from topics.frontend.http.websocket_input import VERSION, IncomingMessages, Mess
 _REFUSALS: Final = {
     400: ("invalid_request", "frames of a WebSocket, or its end, came before the answer to its handshake"),
     403: ("forbidden", "no WebSocket may be opened here"),
-    404: ("not_found", "there is nothing at this host"),
     500: ("internal", "the handshake failed inside the server"),
 }
 """Code and message of the refusals that Hypercorn makes by itself, by status."""
@@ -79,12 +78,13 @@ class BoundedWebSocket(WSStream):
 
     # What the client sends.
 
-    def arrive(self, data: bytes, window_bytes: int) -> None:
-        """Keep bytes of the client until they are taken. They took `window_bytes` of its window."""
+    def arrive(self, data: bytes, window_bytes: int) -> int:
+        """Keep bytes of the client until they are taken, with their part of the window: none of it is free."""
         if not self.closed:
             self._arrived += data
         self._window_bytes += window_bytes
         self._begin_taking()
+        return 0
 
     def _close(self) -> None:
         """Take no frame any more. Bytes that have arrived are dropped, and later ones, too."""
@@ -107,7 +107,7 @@ class BoundedWebSocket(WSStream):
             except ProtocolError as error:
                 self._close()
                 await self._http2.cut(error)
-            await self._http2.give_back(self.stream_id, window_bytes)
+            self._http2.give_back(self.stream_id, window_bytes)
             self._window_bytes -= window_bytes  # last: this task goes on until none is left
         if self._is_over:
             await self._end()
