@@ -3,9 +3,7 @@
     message ─▶ frame ─▶ the stream's buffer, whole
     the connection's reader ─▶ arrive, never waits ─▶ _take, a task that may wait for the app ─▶ the client's window
 
-Malformed handshakes get the usual JSON error (api §0.6). Hypercorn answers them with an empty 400 before the app hears
-of it. It also keeps an outgoing message in three forms until the client has read it. Here it is kept once, and its size
-is known.
+Hypercorn answers a malformed handshake with an empty 400, and keeps an outgoing message in three forms.
 """
 
 from __future__ import annotations
