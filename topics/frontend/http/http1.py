@@ -25,8 +25,7 @@ from topics.frontend.http.http1_parser import Head, Heads, RequestParser, origin
 from topics.frontend.http.http1_websocket import Http1WebSockets
 from topics.frontend.http.vanished import VanishedClients
 
-JOIN_MAX_BYTES: Final = 16 * 1024
-"""Up to this length, joining head and body is cheaper than handing the transport two buffers."""
+JOIN_MAX_BYTES: Final = 16 * 1024  # up to here, to join head and body is cheaper than to hand over two buffers
 CHUNKED_BYTES_PER_TURN: Final = 8 * 1024
 """The part of a chunked body that is parsed in one turn of the event loop. It may have 1,400 chunks of one byte."""
 TINY_CHUNKS: Final = 64
@@ -39,8 +38,7 @@ TURNED_AWAY_MAX: Final = 1024
 
 HandOver = Callable[[asyncio.Transport, bytes], None]
 """Takes over a transport and the bytes read from it so far."""
-ReadableBy = Callable[[bytes], bytes]
-"""Returns the header lines by which web pages of an origin may read an answer that the app has not made."""
+ReadableBy = Callable[[bytes], bytes]  # origin ─▶ header lines by which its pages may read an answer without an app
 
 
 class Http1Factory:

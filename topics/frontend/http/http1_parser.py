@@ -181,10 +181,8 @@ class _Pieces:
 
 
 class Heads:
-    """Parses and checks heads, and remembers some of them: a client sends the same one with each of its requests.
-
-    All connections of a process share it. It keeps the latest short heads, at most _KEPT_HEADS, and none with a key in
-    it.
+    """Parses and checks heads. All connections of a process share it. It remembers the latest short ones, at most
+    _KEPT_HEADS, and none with a key in it: a client sends the same head with each of its requests.
     """
 
     def __init__(self, limits: HttpLimits) -> None:

@@ -218,7 +218,7 @@ class BoundedProtocol(H2Protocol):
         if isinstance(event, StreamClosed):
             if isinstance(stream, BoundedStream) and buffer is not None and not buffer.complete:
                 await buffer.close()
-                self._try_reset(event.stream_id, ErrorCodes.INTERNAL_ERROR)
+                self._tell(self.connection.reset_stream, event.stream_id, ErrorCodes.INTERNAL_ERROR)
             await self._close_stream(event.stream_id)  # without Hypercorn's GOAWAY at a stop: the context sends one
             await self.send(Updated(idle=self.idle))
             return
@@ -248,7 +248,7 @@ class BoundedProtocol(H2Protocol):
         buffer = self.stream_buffers.get(stream_id)
         if buffer is not None:
             await buffer.close()
-            self._try_reset(stream_id, ErrorCodes.CANCEL)
+            self._tell(self.connection.reset_stream, stream_id, ErrorCodes.CANCEL)
             await self.stream_send(StreamClosed(stream_id))
 
     async def handle(self, event: ConnectionEvent) -> None:
@@ -275,9 +275,7 @@ class BoundedProtocol(H2Protocol):
         """Tell the client why, and close the connection."""
         self._budget.refuse(str(error))
         code = error.error_code if isinstance(error, ProtocolError) else ErrorCodes.ENHANCE_YOUR_CALM
-        with contextlib.suppress(ProtocolError):
-            self.connection.close_connection(code)
-        await self._flush()
+        self._tell(self.connection.close_connection, code)
         await self.send(Closed())
 
     def arrive(self, data: bytes, window_bytes: int) -> int:
@@ -285,19 +283,15 @@ class BoundedProtocol(H2Protocol):
         self._unwanted_bytes += len(data)
         return window_bytes
 
-    def _try_reset(self, stream_id: int, code: ErrorCodes) -> None:
-        with contextlib.suppress(ProtocolError):
-            self.connection.reset_stream(stream_id, code)
-        context_of(self).write(self.connection.data_to_send())
-
     def give_back(self, stream_id: int, window_bytes: int) -> None:
         """Let the client send `window_bytes` more: the service has taken as many from the stream."""
-        with contextlib.suppress(ProtocolError):
-            self.connection.acknowledge_received_data(window_bytes, stream_id)
-        context_of(self).write(self.connection.data_to_send())
+        self._tell(self.connection.acknowledge_received_data, window_bytes, stream_id)
 
-    async def _priority_updated(self, event: PriorityUpdated) -> None:
-        """Hypercorn: the client has sent a priority."""
+    def _tell(self, act: Callable[..., None], *arguments: int) -> None:
+        """Let h2 act, if it still can, and send the frames for that at once."""
+        with contextlib.suppress(ProtocolError):
+            act(*arguments)
+        context_of(self).write(self.connection.data_to_send())
 
     async def _create_stream(self, request: RequestReceived) -> None:
         headers = join_lists(request.headers)
@@ -332,9 +326,11 @@ class BoundedProtocol(H2Protocol):
                 stream = cast(Any, self.streams.get(event.stream_id, self))
                 free_bytes = stream.arrive(event.data, event.flow_controlled_length)
                 self.give_back(event.stream_id, free_bytes)  # h2 opens a window of 0 only here, if it owes any
-                if self._unwanted_bytes > _UNWANTED_MAX_BYTES and stream is self:
-                    self._try_reset(event.stream_id, ErrorCodes.NO_ERROR)  # asks the client to stop (RFC 9113 §8.1)
-            elif not isinstance(event, RequestReceived) or self._begins(event):
+                if self._unwanted_bytes > _UNWANTED_MAX_BYTES and stream is self:  # asks it to stop (RFC 9113 §8.1)
+                    self._tell(self.connection.reset_stream, event.stream_id, ErrorCodes.NO_ERROR)
+            elif not isinstance(event, PriorityUpdated) and (
+                not isinstance(event, RequestReceived) or self._begins(event)
+            ):
                 await super()._handle_events([event])
         await self._flush()
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
@@ -349,6 +345,7 @@ class BoundedProtocol(H2Protocol):
         if b":path" not in fields or is_draining or not fields[b":method"].isascii():
             if not is_draining:
                 self._budget.spend()  # it takes no place among the open streams
-            self._try_reset(request.stream_id, ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR)
+            code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
+            self._tell(self.connection.reset_stream, request.stream_id, code)
             return False
         return True

@@ -39,8 +39,7 @@ from topics.frontend.http.vanished import VanishedClients
 from topics.frontend.http.websocket_input import PING_INTERVAL_S
 from topics.log import SparseLines, get_logger
 
-CLOSED_NAP_S: Final = 0.05
-"""A pinger's sleep on a connection that is already closed."""
+CLOSED_NAP_S: Final = 0.05  # a pinger's sleep on a connection that is already closed
 LOG_EVERY_S: Final = 60.0
 RECEIVE: Final = "topics.receive"  # extension of a scope: its stream's `receive`, until the app is called
 
@@ -92,7 +91,6 @@ class ConnectionContext(WorkerContext):
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = self._is_leaving = False
 
     @property
@@ -141,13 +139,11 @@ class ConnectionContext(WorkerContext):
 
     def drop(self, receive: Receive) -> None:
         """Drop further messages of a WebSocket whose app has ended: Hypercorn reads only if somebody receives."""
-        task = asyncio.get_running_loop().create_task(until_disconnect(receive))
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
+        self.add_app(asyncio.get_running_loop().create_task(until_disconnect(receive)))
 
     def cancel_drops(self) -> None:
         """End what `drop` began: the connection is over."""
-        for task in self._dropping:
+        for task in self._apps:
             task.cancel()
 
     def write(self, frames: bytes) -> None:
