@@ -10,6 +10,7 @@ import pytest
 
 from tests.contract.asking import envelope, ok, put, write
 from tests.contract.stream import Stream, watch
+from tests.frontend.http1_server import Client
 from tests.harness import Service
 
 APP = "https://app.example"
@@ -142,6 +143,41 @@ def test_a_star_is_for_everybody_and_never_with_credentials(everybody: Service) 
             assert "access-control-allow-credentials" not in answer.headers
     refused = preflight(everybody, "/v0/topics/t", APP, "POST", "x-anything")
     assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("lines", "rest", "status"),
+    [
+        (["Content-Length: 1000000000000"], b"", 413),
+        (["Content-Length: 1", "Expect: a miracle"], b"", 417),
+        (["Transfer-Encoding: chunked"], b"no size\r\n", 400),
+        (["Host: again"], b"", 400),
+        (["X: 1"] * 200, b"", 431),
+    ],
+    ids=["too long", "expectation", "chunks", "hosts", "headers"],
+)
+def test_refusals_by_the_parser_are_readable_as_well(
+    listed: Service, everybody: Service, lines: list[str], rest: bytes, status: int
+) -> None:
+    for service, origin, readable in (
+        (listed, APP, APP),
+        (listed, OTHER, None),
+        (listed, None, None),
+        (everybody, OTHER, "*"),
+    ):
+        head = ["POST /v0/topics/t HTTP/1.1", "Host: localhost", *([] if origin is None else [f"oRIGIN:  {origin} "])]
+        with Client(service.port) as client:
+            client.send("\r\n".join([*head, *lines, "", ""]).encode() + rest)
+            answer = client.answer()
+        assert answer.status == status
+        assert answer.headers.get(READABLE.encode(), b"").decode() == (readable or "")
+        assert answer.headers[b"vary"] == b"Origin"
+
+
+def test_refusals_by_the_parser_have_no_such_headers_without_the_setting(service: Service) -> None:
+    with Client(service.port) as client:
+        client.post("/v0/topics/t", b"", f"Origin: {APP}", "Host: again")
+        assert not {READABLE.encode(), b"vary"} & client.answer().headers.keys()
 
 
 def test_plain_options_and_requests_of_programs_go_on_as_ever(listed: Service) -> None:

@@ -349,12 +349,14 @@ class Server:
         limits: HttpLimits | None = None,
         grace_ms: int = 10_000,
         places: Quota | None = None,
+        readable_by: Callable[[bytes], bytes] = lambda _: b"",
     ) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self.listener.getsockname()[1]
         self._limits = limits or HttpLimits()
         self._grace_ms = grace_ms
         self._places = places
+        self._readable_by = readable_by
         self._loop_factory = LOOPS[loop]
         self._ready = threading.Event()
         self._stopping = False
@@ -386,6 +388,7 @@ class Server:
             grace_ms=self._grace_ms,
             connections=self.connections,
             on_ready=self._ready.set,
+            readable_by=self._readable_by,
         )
 
     def call(self, *functions: Callable[[], object]) -> None:

@@ -10,6 +10,7 @@ import h2.config
 import h2.connection
 import h2.events
 import h2.settings
+from hyperframe.frame import GoAwayFrame
 
 GENEROUS: Final = (1 << 31) - 1 - 65_535
 PIECE_BYTES: Final = 10_000
@@ -36,6 +37,9 @@ class Streams:
         self.reset: set[int] = set()
         self.reset_codes: dict[int, int] = {}
         self.ended_by: int | None = None
+        self.last_begun: list[int] = []
+        """The last stream that each GOAWAY without an error named."""
+        self._received = bytearray()
         self._sent_bytes: dict[int, int] = {}
         self._pongs = 0
         self.flush()
@@ -89,6 +93,13 @@ class Streams:
             if not body:
                 return
 
+    def pad(self, stream_id: int, pad_bytes: int) -> None:
+        """Send a frame of padding alone, when the window has room for it."""
+        while self.room_bytes(stream_id) <= pad_bytes:
+            self.read()
+        self._h2.send_data(stream_id, b"", pad_length=pad_bytes)
+        self.flush()
+
     def sent_bytes(self, stream_id: int) -> int:
         """Return the bytes that `go_on` has sent."""
         return self._sent_bytes.get(stream_id, 0)
@@ -137,7 +148,7 @@ class Streams:
     def read(self) -> None:
         data = self._socket.recv(1 << 20)
         assert data, "the connection was closed"
-        for event in self._h2.receive_data(data):
+        for event in self._h2.receive_data(self._without_farewells(data)):
             if isinstance(event, h2.events.DataReceived):
                 self.bodies.setdefault(event.stream_id, bytearray()).extend(event.data)
             elif isinstance(event, h2.events.StreamEnded):
@@ -154,6 +165,19 @@ class Streams:
             elif isinstance(event, h2.events.SettingsAcknowledged):
                 self._agreed += 1
         self.flush()
+
+    def _without_farewells(self, data: bytes) -> bytes:
+        """Take each GOAWAY without an error out: h2 would read nothing behind it, not even answers."""
+        self._received += data
+        rest = b""
+        while len(self._received) >= 9 and len(self._received) >= (end := 9 + int.from_bytes(self._received[:3])):
+            frame = bytes(self._received[:end])
+            del self._received[:end]
+            if frame[3] == GoAwayFrame.type and frame[13:17] == bytes(4):
+                self.last_begun.append(int.from_bytes(frame[9:13]))
+            else:
+                rest += frame
+        return rest
 
     def read_to_the_end_of(self, *stream_ids: int) -> None:
         while not self.ended.issuperset(stream_ids):

@@ -153,6 +153,36 @@ def test_the_end_of_file_is_passed_on_to_another_protocol(loop: str) -> None:
         assert client.read(10_000).startswith(b"HTTP/1.1 101 ")
 
 
+@pytest.mark.parametrize("path", ["/echo", "/fail", "/nothing"])
+def test_a_page_may_read_what_the_app_does_not_answer(path: str) -> None:
+    """Its body is late, its app fails, or gives no answer."""
+    limits = HttpLimits(body_idle_timeout_ms=50)
+    with Server(limits=limits, readable_by=lambda origin: b"x-origin: %b\r\n" % origin) as server:
+        with server.client() as client:
+            client.send(
+                b"POST %b HTTP/1.1\r\nHost: a\r\nOrigin: http://b\r\nContent-Length: 2\r\n\r\n_" % path.encode()
+            )
+            answer = client.answer()
+            assert answer.status == (408 if path == "/echo" else 500)
+            assert answer.headers[b"x-origin"] == b"http://b"
+            assert client.is_closed()
+        with server.client() as client:
+            client.send(b"HEAD /fail HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert client.answer(bodyless=True).status == 500
+            assert client.is_closed()
+
+
+def test_a_page_may_read_that_the_rest_of_its_head_did_not_come() -> None:
+    with (
+        Server(
+            limits=HttpLimits(header_timeout_ms=50), readable_by=lambda origin: b"x-origin: %b\r\n" % origin
+        ) as server,
+        server.client() as client,
+    ):
+        client.send(b"GET / HTTP/1.1\r\nHost: a\r\nOrigin: http://b\r\n")
+        assert client.answer().headers[b"x-origin"] == b"http://b"
+
+
 @pytest.mark.parametrize("after_a_request", [False, True])
 def test_blank_lines_keep_no_connection_open(loop: str, after_a_request: bool) -> None:
     short = {"keep_alive_timeout_ms": 300} if after_a_request else {"header_timeout_ms": 300}

@@ -84,6 +84,17 @@ def test_h2c_by_upgrade(client: Client) -> None:
     assert h2_answers(client, h2c, 1, received) == {1: b"x" * 20}
 
 
+def test_lists_of_an_upgrade_may_come_in_several_headers(server: Server, client: Client) -> None:
+    before = len(server.app.scopes)
+    upgrade = ("Connection: Upgrade", "Connection: HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: ")
+    client.get("/big?20", *upgrade, "Accept: a/b", "X: 1", "X: 2", "Accept: text/html;q=0.5")
+    assert client.head()[0] == 101
+    until(lambda: len(server.app.scopes) > before, "the request")
+    headers = server.app.scopes[-1]["headers"]
+    assert dict(headers)[b"accept"] == b"a/b, text/html;q=0.5"
+    assert [value for name, value in headers if name == b"x"] == [b"1", b"2"]
+
+
 def websocket_messages(client: Client, connection: wsproto.WSConnection, count: int) -> list[str]:
     texts: list[str] = []
     while len(texts) < count:

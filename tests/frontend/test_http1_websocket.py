@@ -201,6 +201,21 @@ def test_a_close_frame_is_answered_and_the_app_is_told(server: Server) -> None:
     until(lambda: server.app.disconnects == before + 1, "the app is told")
 
 
+def test_frames_before_a_close_are_taken_also_if_all_come_at_once_and_those_behind_it_are_dropped(
+    server: Server,
+) -> None:
+    before = server.app.taken
+    sent = 3 * http1_websocket.MESSAGES_MAX
+    with Peer(server) as peer:
+        close = raw(8, struct.pack("!H", 1000))
+        peer.client.send(raw(1, b"x") * sent + close + raw(1, b"behind"))
+        while peer.next() is not None:
+            pass
+    until(lambda: server.app.taken == before + sent, "all of them to be taken")
+    until(lambda: not server.app.running, "its app to end")
+    assert server.app.taken == before + sent
+
+
 def test_an_end_without_a_close_frame_comes_behind_what_was_sent_before(server: Server) -> None:
     before = server.app.disconnects
     with Peer(server) as peer:

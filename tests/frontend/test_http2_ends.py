@@ -153,7 +153,45 @@ def test_what_comes_during_a_stop_is_refused_so_that_it_is_sent_again(server: Se
             streams.read()
         assert streams.reset_codes == {late: ErrorCodes.REFUSED_STREAM}
         assert is_answered(server, streams, asked)
+        assert is_closed(client)
+        assert streams.last_begun == [asked], "once, before the answer"
         server.wait_stopped()
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize("end", ["time-out", "stop"])
+def test_who_is_idle_is_told_what_was_begun_before_the_connection_is_closed(loop: str, end: str) -> None:
+    limits = HttpLimits(keep_alive_timeout_ms=IDLE_MS if end == "time-out" else 60_000)
+    with Server(loop=loop, limits=limits) as server, server.client() as client:
+        streams = Streams(client.socket)
+        for _ in range(2):
+            asked = streams.ask("/status/204")
+            streams.read_to_the_end_of(asked)
+        if end == "stop":
+            server.begin_shutdown()
+        while not streams.last_begun:
+            streams.read()
+        assert streams.last_begun == [asked]
+        assert is_closed(client)
+
+
+def test_a_websocket_is_told_of_a_stop_and_closed_in_order(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        opened = streams.open_websocket("/closing")
+        while opened not in streams.answered:
+            streams.read()
+        server.begin_shutdown()
+        while not streams.last_begun:
+            streams.read()
+        streams.take(opened)
+        server.call(server.app.go.set)
+        while not streams.got_bytes(opened):
+            streams.read()
+        streams.go_on(opened, bytes(Connection(ConnectionType.CLIENT).send(CloseConnection(1012))), whole=False)
+        streams.read_to_the_end_of(opened)
+        assert streams.last_begun == [opened]
+        assert is_closed(client)
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])

@@ -209,6 +209,22 @@ def test_what_came_before_the_end_of_its_connection_is_taken(server: Server) -> 
     until(lambda: server.app.disconnects == 1, "its app to hear of the end")
 
 
+def test_frames_before_a_close_are_taken_also_if_all_come_at_once_and_those_behind_it_are_dropped(
+    server: Server,
+) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        stream = opened(streams)
+        streams.take(stream)
+        sent = 2 * QUEUED
+        whole = framed(*[TextMessage(data="x")] * sent, CloseConnection(1000)) + framed(TextMessage(data="behind"))
+        streams.go_on(stream, whole, whole=False)
+        streams.read_to_the_end_of(stream)
+        until(lambda: not server.app.running, "its app to end")
+        assert (server.app.taken, server.app.disconnects) == (sent, 1)
+        assert is_served(streams)
+
+
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "not read"])
 def test_the_service_may_close_it(reads: bool) -> None:
     with Server(limits=HttpLimits(write_stall_timeout_ms=300, linger_ms=20)) as server, server.client() as client:

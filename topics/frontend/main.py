@@ -103,9 +103,10 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
         gc.freeze()  # the collector would take over 10 ms to look at the names of 100,000 topics
 
     app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, learn, frontend.arenas)
+    cors = None if settings.cors_origins is None else Cors(app, settings.cors_origins)
     try:
         await serve(
-            app if settings.cors_origins is None else Cors(app, settings.cors_origins),
+            cors or app,
             listeners,
             HttpLimits(
                 max_body_bytes=settings.max_body_bytes,
@@ -117,6 +118,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
             connections=connections,
             clock=running_clock,
             on_ready=lambda: cell.set("state", ProcessState.READY),
+            readable_by=(lambda _: b"") if cors is None else cors.lines_for,
         )
     finally:
         frontend.coordinator.close()

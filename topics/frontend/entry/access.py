@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Final
 
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -249,6 +249,13 @@ class Cors(CORSMiddleware):
             expose_headers=("Retry-After",),
             max_age=600,
         )
+
+    def lines_for(self, origin: bytes) -> bytes:
+        """Return the header lines by which a page of `origin` may read an answer that is not the app's."""
+        headers = MutableHeaders({"vary": "Origin"} | (self.simple_headers if origin else {}))
+        if origin.decode("latin-1") in self.allow_origins:
+            headers["access-control-allow-origin"] = origin.decode("latin-1")
+        return b"".join(b"%b: %b\r\n" % line for line in headers.raw)
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """Return 204, or the refusal in the envelope of api §0.6."""

@@ -17,8 +17,7 @@ from topics.shm.quotas import Quota
 COUNTED_FROM_BYTES: Final = 128 * 1024
 """Shorter answers are not counted: they are little more than the 64 KiB that may wait for any client."""
 CHECK_S: Final = 1.0
-GONE_S: Final = 2.0
-"""The time that an app call has after its client has closed its end of the connection."""
+GONE_S: Final = 2.0  # the time that an app call has after its client has closed its end of the connection
 ENDS_PER_TURN: Final = 32
 """Clients that are gone and are acted on in one turn of the event loop. The end of an event stream is some 100 µs."""
 
@@ -28,7 +27,6 @@ class AnswerHolder(Protocol):
 
     @property
     def buffered_bytes(self) -> int: ...
-
     def abort(self) -> None: ...
 
 
@@ -114,11 +112,8 @@ class UnadmittedInput:
 class OpenConnection(TcpConnection, Protocol):
     """A connection of HTTP/1.1, or a WebSocket that began as one."""
 
-    def drain(self) -> None:
-        """Close if idle; else the running request is the last one."""
-
-    def close_now(self) -> None:
-        """Close without waiting for the client."""
+    def drain(self) -> None: ...  # close if idle; else the running request is the last one
+    def close_now(self) -> None: ...  # without waiting for the client
 
 
 class Connections:

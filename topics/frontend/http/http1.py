@@ -21,12 +21,11 @@ from topics.frontend.asgi import AsgiApp, Scope
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import Awaited, Deadlines, HttpLimits, RunningClock, Verdict, body_timed_out
 from topics.frontend.http.http1_exchange import AnswerStage, Exchange, error_answer, scope_of
-from topics.frontend.http.http1_parser import Head, Heads, RequestParser
+from topics.frontend.http.http1_parser import Head, Heads, RequestParser, origin_of
 from topics.frontend.http.http1_websocket import Http1WebSockets
 from topics.frontend.http.vanished import VanishedClients
 
-JOIN_MAX_BYTES: Final = 16 * 1024
-"""Up to this length, joining head and body is cheaper than handing the transport two buffers."""
+JOIN_MAX_BYTES: Final = 16 * 1024  # up to here, to join head and body is cheaper than to hand over two buffers
 CHUNKED_BYTES_PER_TURN: Final = 8 * 1024
 """The part of a chunked body that is parsed in one turn of the event loop. It may have 1,400 chunks of one byte."""
 TINY_CHUNKS: Final = 64
@@ -39,6 +38,7 @@ TURNED_AWAY_MAX: Final = 1024
 
 HandOver = Callable[[asyncio.Transport, bytes], None]
 """Takes over a transport and the bytes read from it so far."""
+ReadableBy = Callable[[bytes], bytes]  # origin ─▶ header lines by which its pages may read an answer without an app
 
 
 class Http1Factory:
@@ -52,6 +52,7 @@ class Http1Factory:
         websockets: Http1WebSockets,
         hand_over: HandOver,
         clock: RunningClock,
+        readable_by: ReadableBy,
     ) -> None:
         """`hand_over` takes connections that turn out to be HTTP/2."""
         self.app = app
@@ -61,6 +62,7 @@ class Http1Factory:
         self.websockets = websockets
         self.hand_over = hand_over
         self.clock = clock
+        self.readable_by = readable_by
         self.loop = asyncio.get_running_loop()
         self.vanished = VanishedClients(connections.open, limits.vanished_after_ms, clock)
         self.unread_head_max_bytes = max(limits.read_high_water_bytes, limits.max_header_bytes)
@@ -234,7 +236,7 @@ class Http1Protocol(asyncio.Protocol):
                     self._loop.call_at(self._factory.connections.pause_until_s(pause_s), self._advance_pending)
                     break
         except TopicsError as error:
-            self._refuse(error)
+            self.refuse(error, data[position:])
             return
         if data is self.pending:
             del self.pending[:position]
@@ -387,16 +389,20 @@ class Http1Protocol(asyncio.Protocol):
             self._ending = True
             self._transport.close()
 
-    def _refuse(self, error: TopicsError) -> None:
+    def refuse(self, error: TopicsError, head: bytes | bytearray = b"") -> None:
+        """Answer the current request, or the `head` that is there of the next one, with an error, and end."""
         exchange, self._exchange, self._scope = self._exchange, None, None
-        started = exchange is not None and exchange.stage in (AnswerStage.STREAMING, AnswerStage.DONE)
+        stage, is_head, origin = AnswerStage.WAITING, False, origin_of(head)
         if exchange is not None:
+            stage, is_head = exchange.stage, exchange.request.method == "HEAD"
+            origin = dict(exchange.request.headers).get(b"origin", b"")
             exchange.drop()
-        if not started:
-            self._transport.write(error_answer(error))
-        elif exchange is not None and exchange.stage is AnswerStage.STREAMING:
+        if stage is AnswerStage.STREAMING:  # only a cut tells the client that its answer is not whole
             self._transport.abort()
             return
+        if stage is not AnswerStage.DONE:
+            more = self._factory.readable_by(origin)
+            self._transport.write(error_answer(error, more, with_body=not is_head))
         self._end()
 
     def _end(self) -> None:
@@ -485,9 +491,9 @@ class Http1Protocol(asyncio.Protocol):
             self.abort()
         elif verdict is Verdict.REFUSE_HEAD:
             limit_ms = self._limits.header_timeout_ms
-            self._refuse(TopicsError("request_timeout", f"the head took longer than {limit_ms} ms"))
+            self.refuse(TopicsError("request_timeout", f"the head took longer than {limit_ms} ms"), self.pending)
         else:
-            self._refuse(body_timed_out())
+            self.refuse(body_timed_out())
 
     def _stop_timer(self) -> None:
         self._deadlines.wait(Awaited.NOTHING)

@@ -109,12 +109,12 @@ _HEADER_LINES: Final = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]+: [\t\x20-\x7e\
 _log = get_logger()
 
 
-def error_answer(error: TopicsError, *, with_body: bool = True) -> bytes:
-    """Return a whole answer that did not come from the app (api §0.6). The connection closes after it."""
+def error_answer(error: TopicsError, more: bytes = b"", *, with_body: bool = True) -> bytes:
+    """Return a whole answer that did not come from the app (api §0.6), and is the last, with `more` header lines."""
     body = error_body(error)
     allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if error.code == "method_not_allowed" else b""
     retry_after_s = RETRY_AFTER_S.get(error.code)
-    more = b"" if retry_after_s is None else b"retry-after: %d\r\n" % retry_after_s
+    more += b"" if retry_after_s is None else b"retry-after: %d\r\n" % retry_after_s
     if error.code == "upgrade_required":
         more += b"sec-websocket-version: 13\r\n"
     return b"%bcontent-type: application/json\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
@@ -169,33 +169,21 @@ def scope_of(head: Head, client: tuple[str, int] | None, server: tuple[str, int]
 
 
 class ExchangeConnection(Protocol):
-    """The connection, as its exchange sees it."""
+    """The connection, as its exchange sees it. `wait_…` return when the client is gone, too."""
 
     reading: bool
     writable: bool
-    """False while more than `write_high_water_bytes` wait for the client."""
+    """False while more than `write_high_water_bytes` wait for the client. Only then `wait_writable` may be called."""
 
     @property
-    def draining(self) -> bool:
-        """True while the server is stopping."""
-
-    def write(self, data: bytes, more: bytes = b"") -> None:
-        """Send `data` and `more`, or let the transport keep them."""
-
-    async def wait_writable(self) -> None:
-        """Wait until the client has caught up or is gone. Only while not `writable`."""
-
-    async def wait_emptied(self) -> None:
-        """Wait until the transport keeps nothing for the client, or the client is gone."""
-
-    def settle(self) -> None:
-        """Read on if needed: the app has received the bytes that were there, or waits for more."""
-
-    def may_stay_open(self) -> bool:
-        """Return True if another request can follow the answer whose head is about to be written."""
-
-    def answer_done(self, exchange: Exchange) -> None:
-        """Begin the next request, or end: the whole answer is written."""
+    def draining(self) -> bool: ...  # whether the server is stopping
+    def write(self, data: bytes, more: bytes = b"") -> None: ...  # sent, or kept by the transport
+    async def wait_writable(self) -> None: ...  # until the client has caught up
+    async def wait_emptied(self) -> None: ...  # until the transport keeps nothing for the client
+    def settle(self) -> None: ...  # the app has received the bytes that were there, or waits for more
+    def may_stay_open(self) -> bool: ...  # whether another request can follow the answer that is about to begin
+    def refuse(self, error: TopicsError) -> None: ...  # instead of an answer; one that has begun is cut
+    def answer_done(self, exchange: Exchange) -> None: ...  # the whole answer is written
 
 
 class AnswerStage(IntEnum):
@@ -218,8 +206,7 @@ class Exchange:
         self._connection = connection
         self._transport = transport
         # The request.
-        self._head_request = head.method == "HEAD"
-        self._http11 = head.http11
+        self.request = head
         self._body: bytes | bytearray = b""
         self._body_ended = False  # the app has been given the message that says so
         self._changed: asyncio.Event | None = None
@@ -398,7 +385,7 @@ class Exchange:
         status_line = STATUS_LINES.get(status)
         if status_line is None or status < 200:
             raise ValueError(f"status {status!r} is not a final HTTP status")
-        self._bodyless = self._head_request or status in _BODYLESS
+        self._bodyless = self.request.method == "HEAD" or status in _BODYLESS
         block, self._length_left, asks_close = header_block(tuple(headers))
         if asks_close:
             self.keep_alive = False
@@ -432,7 +419,7 @@ class Exchange:
         if self._bodyless:
             if self._length_left is not None:  # the length that a GET would have
                 framing = b"content-length: %d\r\n" % self._length_left
-            elif self._head_request and not more:
+            elif self.request.method == "HEAD" and not more:
                 framing = b"content-length: %d\r\n" % len(body)
             self._length_left = None
         elif self._length_left is not None or not more:
@@ -440,7 +427,7 @@ class Exchange:
             framing = b"content-length: %d\r\n" % length
             self._length_left = length - len(body)
             self._check_length(more)
-        elif self._http11:
+        elif self.request.http11:
             self._chunked = True
             framing = b"transfer-encoding: chunked\r\n"
         else:
@@ -448,7 +435,7 @@ class Exchange:
         if not self.keep_alive or not self._connection.may_stay_open():
             self.keep_alive = False
             return b"%b%bconnection: close\r\n\r\n" % (self._head, framing)
-        if not self._http11:
+        if not self.request.http11:
             return b"%b%bconnection: keep-alive\r\n\r\n" % (self._head, framing)
         return b"%b%b\r\n" % (self._head, framing)
 
@@ -466,12 +453,5 @@ class Exchange:
 
     def _fail(self, error: TopicsError) -> None:
         """End an answer that the app did not end: send `error` if nothing is on the wire, else cut the connection."""
-        if self.lost or self.stage is AnswerStage.DONE:
-            return
-        if self.stage is AnswerStage.STREAMING:
-            # Only a cut connection tells the client that the answer is not whole.
-            self._transport.abort()
-            return
-        self.keep_alive = False
-        self._connection.write(error_answer(error, with_body=not self._head_request))
-        self._done()
+        if not self.lost and self.stage is not AnswerStage.DONE:
+            self._connection.refuse(error)

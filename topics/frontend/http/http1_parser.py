@@ -32,6 +32,7 @@ _HOST_MAX_BYTES = 300  # a name has 253 at most; the last hosts are kept
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32} ")
 _REQUEST_LINE = re.compile(rb"[^ ]+ [^ ]+ (HTTP/[0-9]\.[0-9])")
 _BLANK_LINES = re.compile(rb"[\r\n]+")
+_ORIGIN = re.compile(rb"(?i)\r\norigin:[ \t]*([^\r\n]+)")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _UPGRADE_LINES = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*(?:\r\n[ \t][^\r\n]*)*")
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]{0,4000})?\r\n")
@@ -180,10 +181,8 @@ class _Pieces:
 
 
 class Heads:
-    """Parses and checks heads, and remembers some of them: a client sends the same one with each of its requests.
-
-    All connections of a process share it. It keeps the latest short heads, at most _KEPT_HEADS, and none with a key in
-    it.
+    """Parses and checks heads. All connections of a process share it. It remembers the latest short ones, at most
+    _KEPT_HEADS, and none with a key in it: a client sends the same head with each of its requests.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -294,6 +293,12 @@ class Heads:
 def _has_key(head: Head) -> bool:
     """Return whether a head may have an API key in it: a header, or `?token=`, however that is encoded."""
     return b"token" in head.query or b"%" in head.query or any(name == b"authorization" for name, _ in head.headers)
+
+
+def origin_of(head: bytes | bytearray) -> bytes:
+    """Return the Origin in a head, or in the part of it that is there; empty if there is none."""
+    found = _ORIGIN.search(head.partition(b"\r\n\r\n")[0])
+    return b"" if found is None else bytes(found[1].rstrip())
 
 
 def join_lists(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

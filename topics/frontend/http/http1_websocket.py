@@ -43,8 +43,7 @@ from topics.frontend.http.websocket_input import (
 from topics.frontend.http.websocket_output import SocketStage, message_frame, text_frame
 from topics.log import get_logger
 
-MESSAGES_MAX: Final = 8
-"""Whole messages that wait for the app. Then nothing more is read."""
+MESSAGES_MAX: Final = 8  # whole messages that wait for the app; then nothing more is read
 
 _TOO_EARLY: Final = invalid("frames of a WebSocket came before the answer to its handshake")
 _log = get_logger()

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
 
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
@@ -25,16 +24,15 @@ from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, Str
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
-from hypercorn.protocol.ws_stream import WSStream
 from hypercorn.typing import Event as IOEvent
 from priority.priority import TooManyStreamsError
 
-from topics.frontend.asgi import DELIVER, ROOM, Send
+from topics.frontend.asgi import DELIVER, ROOM, Message, Send
 from topics.frontend.entry.budget import Reservation
 from topics.frontend.http.connections import KeptAnswers
 from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES, FIELDS_FREE, CheckedFrames
 from topics.frontend.http.http1_parser import join_lists
-from topics.frontend.http.hypercorn_connection import context_of
+from topics.frontend.http.hypercorn_connection import RECEIVE, context_of
 
 _DataEvent = Body | Data
 _UNWANTED_MAX_BYTES: Final = 1 << 20
@@ -134,41 +132,52 @@ class BoundedBuffer(StreamBuffer):
 
 
 class BoundedStream(HTTPStream):
-    """Hypercorn's stream of a request. It also gives its app room for long answers (`asgi.ROOM`)."""
+    """Hypercorn's stream of a request, with our extensions of its scope, and a `receive` that holds up no other stream.
+    Owns the bytes that the app has not received, at most the window of the stream.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.room = Reservation(context_of(self).answers)
+        self._http2 = cast(BoundedProtocol, context_of(self).http2)
+        self._arrived = bytearray()
+        self._changed = asyncio.Event()
+        self._is_whole = False  # until the app is told
 
     async def handle(self, event: StreamEvent) -> None:
-        if isinstance(event, StreamClosed):
-            self.room.close()
-        await super().handle(event)
+        """Begin or end the request, without waiting."""
+        if isinstance(event, EndBody):
+            self._is_whole = True
+        else:
+            await super().handle(event)
         if isinstance(event, Request):  # its app starts when this task next waits
-            cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.room
+            deliver = partial(self._http2.deliver, self.stream_id)
+            cast(Any, self.scope["extensions"]).update({ROOM: self.room, RECEIVE: self.receive, DELIVER: deliver})
+        elif isinstance(event, StreamClosed):
+            self.room.close()
+            self._http2.give_back(self.stream_id, len(self._arrived))
+            if not self._is_whole:
+                self._arrived.clear()
+        self._changed.set()
 
+    def arrive(self, data: bytes, window_bytes: int) -> int:
+        """Keep bytes of the body until the app receives them. Return the part of the window that is free again."""
+        self._arrived += data
+        self._changed.set()
+        return window_bytes - len(data)
 
-class _Streams(dict[int, Any]):
-    """The streams of one connection. If a stream's answer came before the end of its body, the rest is dropped.
-
-    Hypercorn raises KeyError for a stream that is gone, which ends all others. A client that goes on sending is asked
-    to stop behind _UNWANTED_MAX_BYTES (RFC 9113 §8.1).
-    """
-
-    def __init__(self, connection: H2Connection) -> None:
-        self._connection = connection
-        self._unwanted_bytes = 0
-
-    def __missing__(self, stream_id: int) -> _Streams:
-        return self
-
-    async def handle(self, event: StreamEvent) -> None:
-        """Drop the rest of a body."""
-        if isinstance(event, Body):
-            self._unwanted_bytes += len(event.data)
-            if self._unwanted_bytes > _UNWANTED_MAX_BYTES:
-                with contextlib.suppress(ProtocolError):
-                    self._connection.reset_stream(event.stream_id, ErrorCodes.NO_ERROR)
+    async def receive(self) -> Message:
+        """ASGI receive: return the part of the body that has arrived, waiting for some; then `http.disconnect`."""
+        while not (self._arrived or self._is_whole or self.closed):
+            self._changed.clear()
+            await self._changed.wait()
+        if not (self._arrived or self._is_whole):
+            return {"type": "http.disconnect"}
+        body, self._arrived = bytes(self._arrived), bytearray()
+        more_body, self._is_whole = not self._is_whole, False
+        if not self.closed:
+            self._http2.give_back(self.stream_id, len(body))
+        return {"type": "http.request", "body": body, "more_body": more_body}
 
 
 class BoundedProtocol(H2Protocol):
@@ -176,22 +185,22 @@ class BoundedProtocol(H2Protocol):
 
     - A stream that the client resets frees its waiting bytes and its sender: a client may reset any number of streams.
     - The task that reads the connection never waits for a window, because that comes over the same connection. Nor does
-      it wait for the app of a WebSocket, which may wait for a window. So each WebSocket has its own task and window.
+      it wait for an app, which may wait for a window: what it has not taken waits in its stream.
     - If an app ends before its answer does, the stream is reset, so that the client does not wait for ever.
     - A connection without a stream is idle, however its last one ended. Else it would stay for ever, and delay a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
-    - A GOAWAY without an error is dropped: h2 would send nothing any more, not even the answers that are due.
-    - The rest of a body behind its answer is dropped (`_Streams`).
+    - A GOAWAY without an error, of either side, ends no answer that is due: h2 would send nothing any more.
+    - The rest of a body behind its answer is dropped, where Hypercorn raises KeyError.
     - A request whose method or path cannot be read ends no other. The client may repeat one that comes during a drain.
     - Priorities are ignored (RFC 9113 §5.3): streams without a request would fill their tree.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.streams = _Streams(self.connection)
         context = context_of(self)
         context.http2 = self
         self._budget = context.frames
+        self._unwanted_bytes = 0
         self.frames = CheckedFrames(self._budget, self.config.h2_max_header_list_size)
         self.connection.incoming_buffer = context.http2_frames = self.frames
 
@@ -206,12 +215,13 @@ class BoundedProtocol(H2Protocol):
     async def stream_send(self, event: StreamEvent) -> None:
         buffer = self.stream_buffers.get(event.stream_id)
         stream = self.streams.get(event.stream_id)
-        answer = isinstance(stream, BoundedStream)
-        if isinstance(event, StreamClosed) and answer and buffer is not None and not buffer.complete:
-            await buffer.close()
-            with contextlib.suppress(ProtocolError):
-                self.connection.reset_stream(event.stream_id, ErrorCodes.INTERNAL_ERROR)
-                await self._flush()
+        if isinstance(event, StreamClosed):
+            if isinstance(stream, BoundedStream) and buffer is not None and not buffer.complete:
+                await buffer.close()
+                self._tell(self.connection.reset_stream, event.stream_id, ErrorCodes.INTERNAL_ERROR)
+            await self._close_stream(event.stream_id)  # without Hypercorn's GOAWAY at a stop: the context sends one
+            await self.send(Updated(idle=self.idle))
+            return
         has_data = isinstance(event, _DataEvent)
         if has_data and (buffer is None or buffer.complete):
             await asyncio.sleep(0)  # a closed stream makes its app never wait: let other tasks run
@@ -238,10 +248,8 @@ class BoundedProtocol(H2Protocol):
         buffer = self.stream_buffers.get(stream_id)
         if buffer is not None:
             await buffer.close()
-            with contextlib.suppress(ProtocolError):
-                self.connection.reset_stream(stream_id, ErrorCodes.CANCEL)
-                await self._flush()
-            await super().stream_send(StreamClosed(stream_id))
+            self._tell(self.connection.reset_stream, stream_id, ErrorCodes.CANCEL)
+            await self.stream_send(StreamClosed(stream_id))
 
     async def handle(self, event: ConnectionEvent) -> None:
         if isinstance(event, Closed):
@@ -267,37 +275,36 @@ class BoundedProtocol(H2Protocol):
         """Tell the client why, and close the connection."""
         self._budget.refuse(str(error))
         code = error.error_code if isinstance(error, ProtocolError) else ErrorCodes.ENHANCE_YOUR_CALM
-        with contextlib.suppress(ProtocolError):
-            self.connection.close_connection(code)
-        await self._flush()
+        self._tell(self.connection.close_connection, code)
         await self.send(Closed())
 
-    async def give_back(self, stream_id: int, window_bytes: int) -> None:
-        """Let the client send `window_bytes` more: the service has taken as many from the stream."""
-        with contextlib.suppress(ProtocolError):
-            self.connection.acknowledge_received_data(window_bytes, stream_id)
-        if not self.closed:
-            await self._flush()
+    def arrive(self, data: bytes, window_bytes: int) -> int:
+        """Drop bytes that came behind the answer of their stream. Return their part of the window."""
+        self._unwanted_bytes += len(data)
+        return window_bytes
 
-    async def _priority_updated(self, event: PriorityUpdated) -> None:
-        """Hypercorn: the client has sent a priority."""
+    def give_back(self, stream_id: int, window_bytes: int) -> None:
+        """Let the client send `window_bytes` more: the service has taken as many from the stream."""
+        self._tell(self.connection.acknowledge_received_data, window_bytes, stream_id)
+
+    def _tell(self, act: Callable[..., None], *arguments: int) -> None:
+        """Let h2 act, if it still can, and send the frames for that at once."""
+        with contextlib.suppress(ProtocolError):
+            act(*arguments)
+        context_of(self).write(self.connection.data_to_send())
 
     async def _create_stream(self, request: RequestReceived) -> None:
+        headers = join_lists(request.headers)
+        request.headers = [(name, _percent_encoded(value) if name == b":path" else value) for name, value in headers]
         await super()._create_stream(request)
-        stream = self.streams.get(request.stream_id)
-        if isinstance(stream, BoundedStream):
-            cast("dict[str, Any]", stream.scope["extensions"])[DELIVER] = partial(self._deliver, request.stream_id)
 
-    async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
+    async def deliver(self, stream_id: int, send: Send, body: bytes) -> None:
         """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`)."""
-        buffer = self.stream_buffers.get(stream_id)
-        assert isinstance(buffer, BoundedBuffer | None)
+        buffer = cast(BoundedBuffer | None, self.stream_buffers.get(stream_id))
         await send({"type": "http.response.body", "body": body})
         if buffer is None or buffer.cut:
             raise ConnectionResetError("the stream is closed")
-        server = context_of(self).server
-        assert server is not None
-        await server.wait_emptied()
+        await cast(Any, context_of(self).server).wait_emptied()
 
     async def _send_data(self, stream_id: int) -> None:
         buffer = self.stream_buffers.get(stream_id)
@@ -315,17 +322,22 @@ class BoundedProtocol(H2Protocol):
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
         for event in events:
-            if isinstance(event, DataReceived) and isinstance(stream := self.streams.get(event.stream_id), WSStream):
-                cast(Any, stream).arrive(event.data, event.flow_controlled_length)
-                await self.give_back(event.stream_id, 0)  # h2 opens a window of 0 only here, if it owes anything
-            elif not isinstance(event, RequestReceived) or self._begins(event):
+            if isinstance(event, DataReceived):
+                stream = cast(Any, self.streams.get(event.stream_id, self))
+                free_bytes = stream.arrive(event.data, event.flow_controlled_length)
+                self.give_back(event.stream_id, free_bytes)  # h2 opens a window of 0 only here, if it owes any
+                if self._unwanted_bytes > _UNWANTED_MAX_BYTES and stream is self:  # asks it to stop (RFC 9113 §8.1)
+                    self._tell(self.connection.reset_stream, event.stream_id, ErrorCodes.NO_ERROR)
+            elif not isinstance(event, PriorityUpdated) and (
+                not isinstance(event, RequestReceived) or self._begins(event)
+            ):
                 await super()._handle_events([event])
         await self._flush()
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
             await self.send(Updated(idle=True))
 
     def _begins(self, request: RequestReceived) -> bool:
-        """Return True if a request is begun; else reset it. Percent-encode a path that is not ASCII."""
+        """Return True if a request is begun; else reset it."""
         if len(request.headers) > FIELDS_FREE:
             self._budget.spend(len(request.headers) - FIELDS_FREE)
         fields = cast("dict[bytes, bytes]", dict(request.headers))
@@ -333,10 +345,7 @@ class BoundedProtocol(H2Protocol):
         if b":path" not in fields or is_draining or not fields[b":method"].isascii():
             if not is_draining:
                 self._budget.spend()  # it takes no place among the open streams
-            with contextlib.suppress(ProtocolError):
-                code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
-                self.connection.reset_stream(request.stream_id, code)
+            code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
+            self._tell(self.connection.reset_stream, request.stream_id, code)
             return False
-        headers = join_lists(request.headers)
-        request.headers = [(name, _percent_encoded(value) if name == b":path" else value) for name, value in headers]
         return True

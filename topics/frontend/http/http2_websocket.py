@@ -3,9 +3,7 @@
     message ─▶ frame ─▶ the stream's buffer, whole
     the connection's reader ─▶ arrive, never waits ─▶ _take, a task that may wait for the app ─▶ the client's window
 
-Malformed handshakes get the usual JSON error (api §0.6). Hypercorn answers them with an empty 400 before the app hears
-of it. It also keeps an outgoing message in three forms until the client has read it. Here it is kept once, and its size
-is known.
+Hypercorn answers a malformed handshake with an empty 400, and keeps an outgoing message in three forms.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ from topics.frontend.http.websocket_input import VERSION, IncomingMessages, Mess
 _REFUSALS: Final = {
     400: ("invalid_request", "frames of a WebSocket, or its end, came before the answer to its handshake"),
     403: ("forbidden", "no WebSocket may be opened here"),
-    404: ("not_found", "there is nothing at this host"),
     500: ("internal", "the handshake failed inside the server"),
 }
 """Code and message of the refusals that Hypercorn makes by itself, by status."""
@@ -79,12 +76,13 @@ class BoundedWebSocket(WSStream):
 
     # What the client sends.
 
-    def arrive(self, data: bytes, window_bytes: int) -> None:
-        """Keep bytes of the client until they are taken. They took `window_bytes` of its window."""
+    def arrive(self, data: bytes, window_bytes: int) -> int:
+        """Keep bytes of the client until they are taken, with their part of the window: none of it is free."""
         if not self.closed:
             self._arrived += data
         self._window_bytes += window_bytes
         self._begin_taking()
+        return 0
 
     def _close(self) -> None:
         """Take no frame any more. Bytes that have arrived are dropped, and later ones, too."""
@@ -107,7 +105,7 @@ class BoundedWebSocket(WSStream):
             except ProtocolError as error:
                 self._close()
                 await self._http2.cut(error)
-            await self._http2.give_back(self.stream_id, window_bytes)
+            self._http2.give_back(self.stream_id, window_bytes)
             self._window_bytes -= window_bytes  # last: this task goes on until none is left
         if self._is_over:
             await self._end()

@@ -24,6 +24,7 @@ from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
+from hyperframe.frame import GoAwayFrame
 
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer, until_disconnect
@@ -38,9 +39,9 @@ from topics.frontend.http.vanished import VanishedClients
 from topics.frontend.http.websocket_input import PING_INTERVAL_S
 from topics.log import SparseLines, get_logger
 
-CLOSED_NAP_S: Final = 0.05
-"""A pinger's sleep on a connection that is already closed."""
+CLOSED_NAP_S: Final = 0.05  # a pinger's sleep on a connection that is already closed
 LOG_EVERY_S: Final = 60.0
+RECEIVE: Final = "topics.receive"  # extension of a scope: its stream's `receive`, until the app is called
 
 log = get_logger()
 
@@ -90,8 +91,7 @@ class ConnectionContext(WorkerContext):
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
-        self._client_gone = False
+        self._client_gone = self._is_leaving = False
 
     @property
     def open_socket(self) -> socket.socket | None:
@@ -139,14 +139,24 @@ class ConnectionContext(WorkerContext):
 
     def drop(self, receive: Receive) -> None:
         """Drop further messages of a WebSocket whose app has ended: Hypercorn reads only if somebody receives."""
-        task = asyncio.get_running_loop().create_task(until_disconnect(receive))
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
+        self.add_app(asyncio.get_running_loop().create_task(until_disconnect(receive)))
 
     def cancel_drops(self) -> None:
         """End what `drop` began: the connection is over."""
-        for task in self._dropping:
+        for task in self._apps:
             task.cancel()
+
+    def write(self, frames: bytes) -> None:
+        """Send frames at once, behind all that were made before."""
+        if frames and not self.transport.is_closing():
+            with contextlib.suppress(RuntimeError):  # our end is closed
+                self.transport.write(frames)
+
+    def go_away(self) -> None:
+        """Tell a client of HTTP/2, once, that nothing more is begun. Open streams go on: h2 itself would end them."""
+        if self.http2 is not None and not self._is_leaving:
+            self._is_leaving = True
+            self.write(GoAwayFrame(last_stream_id=self.http2.connection.highest_inbound_stream_id).serialize())
 
     async def ends_within(self, wait_s: float) -> bool:
         """Wait for `wait_s`. Return True if the client goes or a drain begins within that time."""
@@ -230,6 +240,10 @@ class HypercornConnection(TCPServer):
             del self.reader
 
     async def protocol_send(self, event: ConnectionEvent) -> None:
+        if isinstance(event, RawData):  # written in the order of its frames, also if its sender is cancelled meanwhile
+            with contextlib.suppress(ConnectionError, RuntimeError):  # Hypercorn's own write fails as well
+                self.writer.write(event.data)
+            event = RawData(data=b"")
         if self._is_read or not isinstance(event, Updated):  # else its tasks end: none may begin
             await super().protocol_send(event)
 
@@ -263,7 +277,9 @@ class HypercornConnection(TCPServer):
                 raise ConnectionResetError("the client is gone")
 
     async def _initiate_server_close(self) -> None:
-        context_of(self).reader_timer.start()
+        context = context_of(self)
+        context.reader_timer.start()
+        context.go_away()
         await super()._initiate_server_close()
 
     async def _close(self) -> None:
@@ -346,6 +362,7 @@ class HypercornConnections:
             app = self._app
             if len(scope["raw_path"]) + len(scope["query_string"]) > self._limits.max_uri_bytes:
                 app = partial(_refuse, uri_too_long(self._limits))
+            receive = scope["extensions"].pop(RECEIVE)  # breaks a reference cycle
             await run_in_time(app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False
@@ -363,9 +380,10 @@ class HypercornConnections:
                 context.drop(receive)
 
     def begin_drain(self) -> None:
-        """Close idle connections now, and busy ones when they become idle."""
+        """Close idle connections now, and busy ones when they become idle. Their clients are told to begin no more."""
         for context in self.open:
             context.end.set_now()
+            context.go_away()
 
 
 async def _refuse(error: TopicsError, scope: Scope, _receive: Receive, send: Send) -> None:

@@ -14,7 +14,7 @@ from topics.frontend.http import hypercorn_patches
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.frame_budget import ClientAddresses
-from topics.frontend.http.http1 import Http1Factory
+from topics.frontend.http.http1 import Http1Factory, ReadableBy
 from topics.frontend.http.http1_websocket import Http1WebSockets
 from topics.frontend.http.hypercorn_connection import HypercornConnections, SparseLog
 from topics.log import get_logger
@@ -32,6 +32,7 @@ async def serve(
     connections: Connections | None = None,
     clock: RunningClock | None = None,
     on_ready: Callable[[], None] | None = None,
+    readable_by: ReadableBy = lambda _: b"",
 ) -> None:
     """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain, close and return.
     After `grace_ms` of draining the rest is cut, and requests that are not answered yet get `503 shutting_down`.
@@ -44,7 +45,7 @@ async def serve(
     addresses = ClientAddresses(clock.time_s, SparseLog(loop.time).warn)
     others = HypercornConnections(app, limits, connections, clock, addresses)
     websockets = Http1WebSockets(app, limits, connections, clock, addresses)
-    factory = Http1Factory(app, limits, connections, websockets, others.take_over, clock)
+    factory = Http1Factory(app, limits, connections, websockets, others.take_over, clock, readable_by)
     clock_task = loop.create_task(clock.run())
     servers = [await loop.create_server(factory, sock=sock, backlog=1024) for sock in sockets]
     try:

@@ -30,9 +30,7 @@ class TcpConnection(Protocol):
     """A connection whose socket can be checked."""
 
     @property
-    def open_socket(self) -> socket.socket | None:
-        """The socket; None while it is closing."""
-
+    def open_socket(self) -> socket.socket | None: ...  # None while it is closing
     def abort(self) -> None: ...
 
 

@@ -15,12 +15,10 @@ from topics.frontend.asgi import DROPPED, RESERVATION
 from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, MessageReservation
 from topics.frontend.http.frame_budget import FrameBudget
 
-PIECE_BYTES_MAX: Final = 64 * 1024
-"""A longer frame is sent in pieces of this length, each when the transport has room for it."""
+PIECE_BYTES_MAX: Final = 64 * 1024  # a longer frame is sent in such pieces, each when there is room for it
 PING_INTERVAL_S: Final = 30.0
 """Pings keep proxies from closing a silent connection, and find clients that are gone without a word."""
-FRAGMENT_BYTES: Final = 1024
-"""A shorter part of a message counts as a frame without content."""
+FRAGMENT_BYTES: Final = 1024  # a shorter part of a message counts as a frame without content
 VERSION: Final = b"13"
 _KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")  # 16 bytes in base64
 _SHOWN_BYTES: Final = 60
