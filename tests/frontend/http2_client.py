@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import Final
@@ -164,7 +165,8 @@ class Streams:
                 self.ended_by = int(event.error_code or 0)
             elif isinstance(event, h2.events.SettingsAcknowledged):
                 self._agreed += 1
-        self.flush()
+        with contextlib.suppress(ConnectionError):  # the service may have closed the connection meanwhile
+            self.flush()
 
     def _without_farewells(self, data: bytes) -> bytes:
         """Take each GOAWAY without an error out: h2 would read nothing behind it, not even answers."""
@@ -178,6 +180,12 @@ class Streams:
             else:
                 rest += frame
         return rest
+
+    def read_to_the_close(self) -> None:
+        """Read until the connection is closed. What comes is dropped, but for farewells."""
+        with contextlib.suppress(ConnectionError):
+            while data := self._socket.recv(1 << 16):
+                self._without_farewells(data)
 
     def read_to_the_end_of(self, *stream_ids: int) -> None:
         while not self.ended.issuperset(stream_ids):

@@ -153,7 +153,9 @@ class ConnectionContext(WorkerContext):
                 self.transport.write(frames)
 
     def go_away(self) -> None:
-        """Tell a client of HTTP/2, once, that nothing more is begun. Open streams go on: h2 itself would end them."""
+        """Tell a client of HTTP/2, once, that nothing more is begun. Not while a stream is open: clients that are made
+        with Python's h2 read no answer behind it.
+        """
         if self.http2 is not None and not self._is_leaving:
             self._is_leaving = True
             self.write(GoAwayFrame(last_stream_id=self.http2.connection.highest_inbound_stream_id).serialize())
@@ -380,10 +382,9 @@ class HypercornConnections:
                 context.drop(receive)
 
     def begin_drain(self) -> None:
-        """Close idle connections now, and busy ones when they become idle. Their clients are told to begin no more."""
+        """Close idle connections now, and busy ones when they become idle."""
         for context in self.open:
             context.end.set_now()
-            context.go_away()
 
 
 async def _refuse(error: TopicsError, scope: Scope, _receive: Receive, send: Send) -> None:
