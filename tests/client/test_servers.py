@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, closing, contextmanager, suppress
@@ -108,9 +109,29 @@ def test_an_address_that_answers_in_between_is_kept() -> None:
     servers = _servers("http://a", "http://b")
     for _ in range(GIVEN_UP_MAX):
         for _ in range(GIVEN_UP_MAX - 1):
-            servers.give_up(servers.current)
+            servers.give_up(servers.current, time.monotonic())
         servers.given_up = 0
     assert servers.current.address.url == "http://a"
+
+
+def test_requests_that_are_given_up_together_count_once() -> None:
+    """A TaskGroup cancels all of its tasks when one fails: the leader is none the worse for it."""
+    servers = _servers("http://a", "http://b")
+    asked, asked_s = servers.current, time.monotonic()
+    for _ in range(5 * GIVEN_UP_MAX):
+        servers.give_up(asked, asked_s)
+    assert servers.current is asked
+
+
+def test_what_an_address_that_was_left_does_not_answer_says_nothing_of_the_next() -> None:
+    servers = _servers("http://a", "http://b")
+    left = servers.current
+    servers.move_on(left)
+    asked = servers.current
+    for _ in range(GIVEN_UP_MAX):
+        servers.give_up(left, time.monotonic())
+    servers.give_up(asked, time.monotonic())
+    assert servers.current is asked
 
 
 def test_urls_are_a_text_or_a_list() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import socket
+import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from h2.errors import ErrorCodes
@@ -16,8 +19,10 @@ from tests.frontend.http2_client import HEADERS, Streams
 from tests.frontend.test_vanished import lose_power
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http2_websocket import BoundedWebSocket
+from topics.frontend.http.hypercorn_connection import ConnectionContext
 
 IDLE_MS = 1500
+HEADS = 10_000
 
 
 @pytest.fixture
@@ -157,6 +162,29 @@ def test_what_comes_during_a_stop_is_refused_so_that_it_is_sent_again(server: Se
         streams.read_to_the_close()
         assert streams.last_begun == [late]
         server.wait_stopped()
+
+
+def test_who_reads_nothing_of_what_a_stop_refuses_is_read_no_further(server: Server) -> None:
+    """Heads cost nothing then, and each is refused with a frame."""
+    gc.collect()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        streams = Streams(client)
+        waiting(server, streams)
+        streams.settle()
+        (context,) = (one for one in gc.get_objects() if isinstance(one, ConnectionContext))
+        assert context.open_socket is not None
+        context.open_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        server.begin_shutdown()
+        client.settimeout(0.5)  # a busy service that takes longer has less to refuse
+        with suppress(TimeoutError):
+            for _ in range(HEADS // 500):
+                client.sendall(streams.heads(500))
+        bound_bytes = HttpLimits().write_high_water_bytes
+        until(lambda: context.buffered_bytes > bound_bytes, "as many refusals as may wait")
+        assert server.settled(lambda: context.buffered_bytes) < bound_bytes + 4096
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])

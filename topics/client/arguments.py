@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ def require(fits: bool, name: str, value: object, allowed: str) -> None:
 def require_counts(**given: int) -> None:
     """Raise ValueError for an argument that is no integer from 1."""
     for name, value in given.items():
-        require(isinstance(value, int) and value > 0, name, value, "a whole number from 1")
+        require(isinstance(value, Integral) and value > 0, name, value, "a whole number from 1")
 
 
 class Numbers(msgspec.Struct, frozen=True):
@@ -26,7 +27,7 @@ class Numbers(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value, whole = getattr(self, field.name), field.type is int
-            fits = isinstance(value, int if whole else int | float) and value >= 0
+            fits = isinstance(value, Integral if whole else Real) and value >= 0
             allowed = f"a {'whole ' if whole else ''}number from 0"
             require(fits, f"{type(self).__name__}.{field.name}", value, allowed)
 

@@ -67,11 +67,12 @@ class Connection(Commands):
                 async with self._turn(call.waits):
                     server = servers.current  # not before: while this one waited, others may have moved on
                     request = server.address.request(call.method, call.target, call.body, headers)
+                    asked_s = time.monotonic()
                     try:
                         answer = await server.links.ask(request)
                     except asyncio.CancelledError:
                         if not call.waits:
-                            servers.give_up(server)
+                            servers.give_up(server, asked_s)
                         raise
                     servers.given_up = 0
             except TransportError as error:

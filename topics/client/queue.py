@@ -162,7 +162,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
     """A queue for one worker with an event loop, called `node`."""
 
     def __init__(self, client: AsyncService, topic: str, node: str | None) -> None:
-        self.node = _node() if node is None else node
+        self.node = node or _node()
         super().__init__(client, topic, self.node)
         self._service = client
         self._shifts: set[Shift] = set()
@@ -291,7 +291,7 @@ class Queue(QueueCommands, SyncMember):
         topic: str,
         node: str | None,
     ) -> None:
-        self.node = _node() if node is None else node
+        self.node = node or _node()
         super().__init__(client, topic, self.node)
         self._connect = connect
         self._serving: set[tuple[LoopThread, Shift]] = set()

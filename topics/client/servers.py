@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Literal, NamedTuple, get_args
@@ -37,7 +38,8 @@ class Servers:
         self.have_led = False
         """True once a server has carried out a write: a later `not_leader` may mean that the leader moves."""
         self.given_up = 0
-        """Requests in a row that their callers gave up since the current address has answered."""
+        """Requests, one after another, that their callers gave up since the current address has answered."""
+        self._given_up_s = 0.0
         self._left: list[Server] = []
         """Addresses that failed in this round, which ends when all have: a follower may name a leader that is dead."""
 
@@ -48,8 +50,14 @@ class Servers:
     def urls(self) -> str:
         return ",".join(server.address.url for server in self.every)
 
-    def give_up(self, asked: Server) -> None:
-        """Note that a caller waits no longer for an answer. An address that leaves so many waiting may hang."""
+    def give_up(self, asked: Server, asked_s: float) -> None:
+        """Note that a caller waits no longer for an answer to what it asked at `asked_s`: an address that leaves so
+        many waiting may hang. Those that waited at the same time count once, as all tasks of a group are cancelled when
+        one fails.
+        """
+        if self.current is not asked or asked_s < self._given_up_s:
+            return
+        self._given_up_s = time.monotonic()
         self.given_up += 1
         if self.given_up >= GIVEN_UP_MAX:
             self.move_on(asked)

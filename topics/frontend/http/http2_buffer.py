@@ -332,7 +332,8 @@ class BoundedProtocol(H2Protocol):
                 not isinstance(event, RequestReceived) or self._begins(event)
             ):
                 await super()._handle_events([event])
-        await self._flush()
+        # Also without frames: those of `_tell` are on their way, and the reader waits for a client that does not read.
+        await self.send(RawData(data=self.connection.data_to_send()))
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
             await self.send(Updated(idle=True))
 
