@@ -97,3 +97,12 @@ def not_a_queue(name: str) -> TopicsError:
     """Return the error of a queue request for a log."""
     message = f"topic {name!r} is a log: only a topic that was created with type 'queue' has jobs"
     return TopicsError("not_a_queue", message, {"topic": name})
+
+
+def would_be_a_log(name: str) -> TopicsError:
+    """Return the error of a write with attributes of jobs that would make its topic, as a log."""
+    message = (
+        f"topic {name!r} does not exist, and this write would make it a log, which has no jobs: give it the config"
+        ' {"type": "queue"}, or make the queue first'
+    )
+    return TopicsError("not_a_queue", message, {"topic": name})

@@ -23,6 +23,7 @@ ValueT = TypeVar("ValueT")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 UTF8_STEP_BYTES: Final = 1 << 20
+CHECKED_BYTES_MAX: Final = 2 << 20
 _FIELD: Final = re.compile(r"(?:missing required field `|`\$\.?)([^`]*)`$")
 """The field at the end of an error of msgspec: one that is missing from the body itself, or the path of a value."""
 _SURROGATES: Final = re.compile(
@@ -38,6 +39,7 @@ stage_decoder: Final = msgspec.json.Decoder(StageBody)
 config_decoder: Final = msgspec.json.Decoder(GivenConfig)
 _decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
+_skip: Final = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def has_job_attributes(record: RecordBody) -> bool:
@@ -87,6 +89,7 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str 
             _check_utf8(body)
         return json_decoder.decode(body)
     except msgspec.ValidationError as error:
+        _check_json(body)
         message = str(error)
         found = _FIELD.search(message)
         field = found[1] if found else member
@@ -95,6 +98,17 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str 
         raise not_json(body, str(error)) from None
     except RecursionError:
         raise invalid(f"{what} is not accepted: its JSON is nested too deeply") from None
+
+
+def _check_json(body: bytes) -> None:
+    """Raise `400` for a body that is not JSON behind the value that does not fit. A long one is not looked through."""
+    if len(body) <= CHECKED_BYTES_MAX:
+        try:
+            _skip(body)
+        except msgspec.DecodeError as error:
+            raise not_json(body, str(error)) from None
+        except RecursionError:
+            return
 
 
 def not_json(body: bytes, reason: str) -> TopicsError:

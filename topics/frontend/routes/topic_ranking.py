@@ -145,6 +145,20 @@ class TopicRanking:
         return TopicPass(topics, heads, began_s, time.monotonic() + kept_s, {})
 
 
+def check_query(query: QueryParams) -> None:
+    """Raise `400` for a parameter that this list would pass over: some need `sort`, and with it there are no pages."""
+    if "sort" in query:
+        if "cursor" in query:
+            raise invalid(
+                "a list with ?sort has no further pages: leave out cursor, raise page_size, or leave out sort",
+                field="cursor",
+            )
+        return
+    for name in ("order", "kind", "contains"):
+        if name in query:
+            raise invalid(f"?{name} counts only in a list with ?sort: add sort=topic for one by name", field=name)
+
+
 def _given(query: QueryParams, name: str, default: str) -> str:
     value = query.get(name, default)
     if value not in ALLOWED[name]:
