@@ -39,7 +39,7 @@ stage_decoder: Final = msgspec.json.Decoder(StageBody)
 config_decoder: Final = msgspec.json.Decoder(GivenConfig)
 _decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
-_skip: Final = msgspec.json.Decoder(msgspec.Raw).decode
+_raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
 
 
 def has_job_attributes(record: RecordBody) -> bool:
@@ -89,7 +89,8 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str 
             _check_utf8(body)
         return json_decoder.decode(body)
     except msgspec.ValidationError as error:
-        _check_json(body)
+        if len(body) <= CHECKED_BYTES_MAX:
+            decode(_raw_decoder, body)  # it may be no JSON behind the value that does not fit
         message = str(error)
         found = _FIELD.search(message)
         field = found[1] if found else member
@@ -98,17 +99,6 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str 
         raise not_json(body, str(error)) from None
     except RecursionError:
         raise invalid(f"{what} is not accepted: its JSON is nested too deeply") from None
-
-
-def _check_json(body: bytes) -> None:
-    """Raise `400` for a body that is not JSON behind the value that does not fit. A long one is not looked through."""
-    if len(body) <= CHECKED_BYTES_MAX:
-        try:
-            _skip(body)
-        except msgspec.DecodeError as error:
-            raise not_json(body, str(error)) from None
-        except RecursionError:
-            return
 
 
 def not_json(body: bytes, reason: str) -> TopicsError:

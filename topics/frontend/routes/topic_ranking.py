@@ -146,17 +146,12 @@ class TopicRanking:
 
 
 def check_query(query: QueryParams) -> None:
-    """Raise `400` for a parameter that this list would pass over: some need `sort`, and with it there are no pages."""
-    if "sort" in query:
-        if "cursor" in query:
-            raise invalid(
-                "a list with ?sort has no further pages: leave out cursor, raise page_size, or leave out sort",
-                field="cursor",
-            )
-        return
-    for name in ("order", "kind", "contains"):
+    """Raise `400` for a parameter that this list would pass over."""
+    is_sorted = "sort" in query
+    reason = "a sorted list has no further pages, raise page_size" if is_sorted else "it needs a sort, add sort=topic"
+    for name in ("cursor",) if is_sorted else ("order", "kind", "contains"):
         if name in query:
-            raise invalid(f"?{name} counts only in a list with ?sort: add sort=topic for one by name", field=name)
+            raise invalid(f"?{name} is not for this list: {reason}", field=name)
 
 
 def _given(query: QueryParams, name: str, default: str) -> str:

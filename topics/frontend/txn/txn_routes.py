@@ -79,7 +79,10 @@ class TxnRoutes:
         """Drop a transaction's stages in one topic, but not those of a decided batch. `txn` is in query or body."""
         topic = request.topic
         body = await request.body(self.settings.max_command_bytes)
-        txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else request.query.get("txn", ""))
+        asked = request.query.get("txn")
+        txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else asked or "")
+        if asked not in (None, txn):
+            raise invalid("?txn is not the txn of the body: give one of the two", field="txn")
         dropped = await self.coordinator.drop(await asyncio.to_thread(self.coordinator.stages.of_txn, topic, txn))
         return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
 
