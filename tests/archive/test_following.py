@@ -248,8 +248,12 @@ def test_a_follower_changes_nothing(tmp_path: Path) -> None:
             here.put("/v0/topics/orders/cursors/c", json={"seq": 1}),
             here.post("/v0/topics/orders/claim", json={"node": "w"}),
             here.put("/v0/routers/r", json={"source": "orders", "dest": "copies"}),
+            here.get("/v0/txn/nightly"),  # a reader's question, whose answer may be older here than the records
+            here.post("/v0/txn/nightly/commit", json={"batch": 1, "stages": []}),
         ):
-            assert refused(answer, 503, "not_leader")["detail"] == {"leader": url}
+            refusal = refused(answer, 503, "not_leader")
+            assert refusal["detail"] == {"leader": url}
+            assert refusal["message"].endswith(f"send this to {url}")
         with Socket(follower) as socket:
             assert socket.ask("publish", topic="orders", records=[{"data": 1}], request_id=1)["code"] == "not_leader"
         assert follower.run("promote", "--timeout-ms", "0").returncode == 1

@@ -48,6 +48,7 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
             for path, body in (("bank", {"records": [{"data": 1}]}), ("other", {"records": [{"data": 1}]})):
                 refused(client.post(f"/v0/topics/{path}", json=body), 503, "not_leader")
             refused(client.put("/v0/topics/new", json={}), 503, "not_leader")
+            refused(client.get("/v0/txn/nightly"), 503, "not_leader")
             refused(client.post("/v0/topics/bank/cursors/c/read", json={}), 503, "not_leader")
             looked = ok(client.post("/v0/topics/bank/cursors/c/read", json={"checkpoint": False, "limit": 1}))
             assert [record["$seq"] for record in looked["records"]] == [1], "a look moves nothing"

@@ -412,3 +412,21 @@ def test_every_route_reports_its_time(client: httpx.Client, topic: str) -> None:
     ok(client.get("/v0/topics"))
     ok(client.post("/v0/watch", json={"topics": {topic: {}}}))
     ok(client.delete(f"/v0/topics/{topic}"))
+
+
+@pytest.mark.parametrize("is_h2", [False, True])
+def test_a_header_with_two_values_is_refused(service: Service, topic: str, is_h2: bool) -> None:
+    """One of two keys counted, and the other one was passed over."""
+    put(service.client, topic)
+    with httpx.Client(base_url=service.url, http1=not is_h2, http2=is_h2, timeout=20) as client:
+        for name, one, other in (
+            ("Idempotency-Key", "a", "b"),
+            ("Content-Type", "application/json", "text/plain"),
+            ("Last-Event-Id", "a", "b"),
+        ):
+            with case(name):
+                headers = [(name, one), (name, other), *JSON.items()][: 2 if name == "Content-Type" else 3]
+                answer = client.post(f"/v0/topics/{topic}", content=RECORD, headers=headers)
+                assert f"header {name} is there twice" in refused(answer, 400, "invalid_request")["message"]
+        same = [("Idempotency-Key", "a"), ("Idempotency-Key", "a"), *JSON.items()]
+        assert ok(client.post(f"/v0/topics/{topic}", content=RECORD, headers=same))["first_seq"] == 1

@@ -9,6 +9,7 @@ import re
 import httpx
 import pytest
 
+from tests.cases import case
 from tests.contract.asking import (
     JSON,
     Connection,
@@ -21,6 +22,7 @@ from tests.contract.asking import (
     write,
     write_raw,
 )
+from tests.contract.socket_client import Socket
 from tests.contract.stream import Stream, watch
 from tests.harness import Service
 
@@ -198,3 +200,19 @@ def test_short_answers_and_event_streams_are_never_packed(service: Service, topi
     with Stream(service.url, wid, {"Accept-Encoding": "gzip", "Accept": "text/event-stream"}) as stream:
         assert "content-encoding" not in stream.response.headers
         assert len(stream.records(50)) == 50
+
+
+@pytest.mark.parametrize("body", [b"{}x", b'{"records": 5, x', b'{"topics": 5}]', b'{"limit": "a", "batch": []} "'])
+def test_what_is_not_json_is_named_before_what_does_not_fit(service: Service, topic: str, body: bytes) -> None:
+    """A write or a watch with text behind its JSON heard of a field that is missing."""
+    writing = ("POST", f"/v0/topics/{topic}"), ("POST", f"/v0/stage/{topic}"), ("POST", "/v0/txn/s/commit")
+    reading = ("POST", f"/v0/topics/{topic}/diff"), ("POST", "/v0/watch")
+    changing = ("PUT", f"/v0/topics/{topic}"), ("PUT", "/v0/routers/r"), ("POST", f"/v0/topics/{topic}/claim")
+    for method, path in (*writing, *reading, *changing):
+        with case(method, path):
+            error = refused(service.client.request(method, path, content=body, headers=JSON), 400, "invalid_request")
+            assert set(error["detail"]) == {"position"}
+            assert error["message"].startswith("the body is not JSON")
+    with Socket(service) as socket:
+        socket.wire.send('{"op": "publish", "request_id": 1}x')
+        assert "position" in socket.next("error")["detail"]

@@ -396,3 +396,36 @@ def test_the_service_sorts_and_searches(client: httpx.Client, topic: str) -> Non
     for parameter in ("sort", "order", "kind"):
         asked = {"sort": "topic", parameter: "none"}
         assert client.get("/v0/topics", params=asked).json()["error"]["detail"]["field"] == parameter
+
+
+@pytest.mark.parametrize("asked", [{"kind": "queue"}, {"contains": "x"}, {"order": "desc"}, {"kind": "none"}])
+def test_a_filter_that_a_list_would_pass_over_is_refused(client: httpx.Client, asked: dict[str, str]) -> None:
+    """All topics came with 200, as if each of them fitted."""
+    error = refused(client.get("/v0/topics", params=asked), 400, "invalid_request")
+    assert error["detail"] == {"field": next(iter(asked))}
+    assert "sort=topic" in error["message"]
+
+
+def test_a_sorted_list_has_no_further_pages(client: httpx.Client, topic: str) -> None:
+    for name in (f"{topic}.a", f"{topic}.b"):
+        write(client, name, 1)
+    cursor = ok(client.get("/v0/topics", params={"prefix": f"{topic}.", "page_size": 1}))["next_cursor"]
+    answer = client.get("/v0/topics", params={"sort": "topic", "cursor": cursor})
+    assert refused(answer, 400, "invalid_request")["detail"] == {"field": "cursor"}
+
+
+def test_a_sorted_list_may_count_as_a_read(client: httpx.Client, topic: str) -> None:
+    write(client, topic, 1)
+
+    def read_ts() -> int | None:
+        seen: int | None = ok(client.get(f"/v0/topics/{topic}", params={"touch": "false"}))["last_read_ts"]
+        return seen
+
+    def listed(touch: str) -> bool:
+        asked = {"sort": "topic", "prefix": topic, "touch": touch}
+        return names(ok(client.get("/v0/topics", params=asked))) == [topic]
+
+    poll("the look at all topics to be new", lambda: listed("false"))
+    assert read_ts() is None
+    assert listed("true")
+    assert read_ts() is not None

@@ -105,6 +105,8 @@ def test_a_sink_can_be_looked_at_and_forgotten(client: httpx.Client, topic: str)
 
 def test_dropped_stages_cannot_be_committed(client: httpx.Client, topic: str) -> None:
     mine, also, other = stage(client, topic, 1), stage(client, topic, 2), stage(client, topic, 3, txn="another")
+    both = client.request("DELETE", f"/v0/stage/{topic}", params={"txn": "another"}, json={"txn": "txn"})
+    assert refused(both, 400, "invalid_request")["detail"] == {"field": "txn"}
     assert ok(client.delete(f"/v0/stage/{topic}", params={"txn": "txn"}))["dropped"] == 2
     assert ok(client.delete(f"/v0/stage/{topic}", params={"txn": "txn"}))["dropped"] == 0
     for gone in (mine, also):

@@ -141,7 +141,7 @@ def test_accept(service: Service, topic: str) -> None:
     wid = watch(service.client, {topic: {}})["wid"]
     for other in ("application/json", "text/html", "text/event-stream;q=0"):
         refused(service.client.get(f"/v0/watch/{wid}", headers={"Accept": other}), 406, "not_acceptable")
-    for accept in (None, "*/*", "text/event-stream", "text/html, text/*;q=0.5"):
+    for accept in (None, "", ",", "*/*", "text/event-stream", "text/html, text/*;q=0.5"):
         headers = {} if accept is None else {"Accept": accept}
         with Stream(service.url, wid, headers) as stream:
             assert stream.response.status_code == 200

@@ -677,6 +677,17 @@ def test_job_attributes_are_for_queues(client: httpx.Client, topic: str, extra: 
     assert state(client, topic)["head_seq"] == 0
 
 
+@pytest.mark.parametrize("config", [None, {"ttl_ms": 1000}])
+def test_a_job_for_no_topic_says_that_there_is_none(client: httpx.Client, topic: str, config: Any) -> None:
+    """It said that the topic is a log."""
+    body = {"records": [{"data": 1, "delay_ms": 5}], "config": config}
+    error = refused(client.post(f"/v0/topics/{topic}", json=body), 409, "not_a_queue")
+    assert "does not exist" in error["message"]
+    assert '{"type": "queue"}' in error["message"]
+    assert client.get(f"/v0/topics/{topic}").status_code == 404
+    ok(client.post(f"/v0/topics/{topic}", json=body | {"config": {"type": "queue"}}))
+
+
 @pytest.mark.parametrize(
     ("extra", "field"),
     [

@@ -93,7 +93,10 @@ def topic_not_found(name: str) -> TopicsError:
     return TopicsError("topic_not_found", f"topic {name!r} does not exist", {"topic": name})
 
 
-def not_a_queue(name: str) -> TopicsError:
-    """Return the error of a queue request for a log."""
+def not_a_queue(name: str, *, is_new: bool = False) -> TopicsError:
+    """Return the error of a queue request for a log, or of a write of jobs that would make a log."""
     message = f"topic {name!r} is a log: only a topic that was created with type 'queue' has jobs"
+    if is_new:
+        way_out = 'give the config {"type": "queue"}, or make the queue first'
+        message = f"topic {name!r} does not exist, and as a log it would have no jobs: {way_out}"
     return TopicsError("not_a_queue", message, {"topic": name})

@@ -20,7 +20,7 @@ from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name, owner_shard
 from topics.frontend.asgi import ROUTE, AsgiApp, Receive, Scope, Send
-from topics.frontend.entry.bodies import ClientGoneError
+from topics.frontend.entry.bodies import ClientGoneError, check_repeated
 from topics.frontend.entry.responses import send_error
 from topics.frontend.live.websocket import Services, WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
@@ -89,6 +89,7 @@ class App:
         route = Route.OTHER
         try:
             self._pages.check(scope)
+            check_repeated(scope["headers"])
             if b"%2" in scope.get("raw_path", b""):
                 self._check_slashes(scope)
             if scope["method"] == "POST" and scope["path"].startswith(_TOPICS):

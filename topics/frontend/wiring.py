@@ -162,7 +162,9 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
         QueueRoutes(queue_services, catching_up, settings, cell),
         work,
         CursorRoutes(gateway, reader, catching_up, settings, cell, access.require_leader),
-        TxnRoutes(append, coordinator, reader, topics.settled, settings, topic_quota, bytes_quota),
+        TxnRoutes(
+            append, coordinator, reader, topics.settled, settings, topic_quota, bytes_quota, access.require_leader
+        ),
         ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock, borrowed),
         TailRoutes(shared.control, origin, clock, settings.advertise_url or ""),
         metrics,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final, TypeVar
 
 from topics.core.errors import TopicsError, invalid
@@ -40,6 +40,20 @@ _reservations: Final[dict[asyncio.Task[Any], dict[Budget, Reservation]]] = {}
 
 class ClientGoneError(Exception):
     """The client closed the connection before its answer."""
+
+
+_SINGLE: Final = (b"host", b"content-length", b"content-type", b"idempotency-key", b"last-event-id")
+
+
+def check_repeated(headers: Collection[tuple[bytes, bytes]]) -> None:
+    """Raise `400` for a header that has two values and may have one: it is not known which one is meant. Two of
+    Authorization are no key, and two of Origin are another page's (`access.py`).
+    """
+    if len(headers) > len(dict(headers)):
+        for single in _SINGLE:
+            if len({value for name, value in headers if name == single}) > 1:
+                name = single.decode().title()
+                raise invalid(f"header {name} is there twice, with different values: send one", field=name)
 
 
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:

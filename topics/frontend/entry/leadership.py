@@ -24,8 +24,8 @@ class Leadership:
         if self._page.is_taken_over:
             return TopicsError(
                 "not_leader",
-                "another service took over from this one, which only reads now; its status and its log say who: write"
-                " to that one",
+                "another service took over from this one, which only reads now; its status and its log say who: send"
+                " this to that one",
             )
         return None
 
@@ -41,5 +41,5 @@ class Leadership:
         if note is not None and note.leader_url:
             where, detail = note.leader_url, {"leader": note.leader_url}
         else:
-            where, detail = "it", {}
-        return TopicsError("not_leader", f"this service follows another one and only reads: write to {where}", detail)
+            where, detail = "that one", {}
+        return TopicsError("not_leader", f"this service follows another and only reads: send this to {where}", detail)

@@ -23,6 +23,7 @@ ValueT = TypeVar("ValueT")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 UTF8_STEP_BYTES: Final = 1 << 20
+CHECKED_BYTES_MAX: Final = 2 << 20
 _FIELD: Final = re.compile(r"(?:missing required field `|`\$\.?)([^`]*)`$")
 """The field at the end of an error of msgspec: one that is missing from the body itself, or the path of a value."""
 _SURROGATES: Final = re.compile(
@@ -38,6 +39,7 @@ stage_decoder: Final = msgspec.json.Decoder(StageBody)
 config_decoder: Final = msgspec.json.Decoder(GivenConfig)
 _decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
+_raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
 
 
 def has_job_attributes(record: RecordBody) -> bool:
@@ -87,6 +89,8 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str 
             _check_utf8(body)
         return json_decoder.decode(body)
     except msgspec.ValidationError as error:
+        if len(body) <= CHECKED_BYTES_MAX:
+            decode(_raw_decoder, body)  # it may be no JSON behind the value that does not fit
         message = str(error)
         found = _FIELD.search(message)
         field = found[1] if found else member

@@ -67,9 +67,9 @@ class StreamSlot(NamedTuple):
 
 
 def check_accept(headers: Headers) -> None:
-    """Raise `406 not_acceptable` if the client does not accept `text/event-stream`."""
-    accept = headers.get(b"accept")
-    if accept is not None and not weight(accept, b"text/event-stream"):
+    """Raise `406 not_acceptable` if the client does not accept `text/event-stream`. An empty list accepts anything."""
+    accept = headers.get(b"accept", b"")
+    if accept.strip(b" \t,") and not weight(accept, b"text/event-stream"):
         shown = accept[:100].decode("latin-1")
         raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
 

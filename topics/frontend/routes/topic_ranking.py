@@ -145,6 +145,15 @@ class TopicRanking:
         return TopicPass(topics, heads, began_s, time.monotonic() + kept_s, {})
 
 
+def check_query(query: QueryParams) -> None:
+    """Raise `400` for a parameter that this list would pass over."""
+    is_sorted = "sort" in query
+    reason = "a sorted list has no further pages, raise page_size" if is_sorted else "it needs a sort, add sort=topic"
+    for name in ("cursor",) if is_sorted else ("order", "kind", "contains"):
+        if name in query:
+            raise invalid(f"?{name} is not for this list: {reason}", field=name)
+
+
 def _given(query: QueryParams, name: str, default: str) -> str:
     value = query.get(name, default)
     if value not in ALLOWED[name]:

@@ -25,7 +25,7 @@ from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.routes.router_routes import RouterRoutes, is_shown
-from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
+from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking, check_query
 from topics.frontend.shards.arenas import Arenas, Slices, live_names
 from topics.frontend.shards.gateway import Gateway, stopping
 from topics.settings import Settings
@@ -63,12 +63,13 @@ class TopicRoutes:
     async def list_all(self, request: ApiRequest) -> JsonReply:
         query = request.query
         touch = flag(query, "touch", False)
+        check_query(query)
         prefixes = request.caller.narrowed(query.get("prefix", ""))
         await self.arenas.learn(Slices())
         arenas = [self.arenas.require(shard) for shard in range(self.gateway.shards)]
         size, after = await request.list_page(check_topic_name)
         if "sort" in query:
-            return await self._list_ranked(request, prefixes, size)
+            return await self._list_ranked(request, prefixes, size, touch)
         names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
         page = names[:size]
         with_copies = await self.catching_up.wait_for_all(page)
@@ -77,9 +78,9 @@ class TopicRoutes:
             answer["next_cursor"] = name_cursor(page[-1])
         return JsonReply(answer, with_copies=with_copies)
 
-    async def _list_ranked(self, request: ApiRequest, prefixes: tuple[str, ...], size: int) -> JsonReply:
+    async def _list_ranked(self, request: ApiRequest, prefixes: tuple[str, ...], size: int, touch: bool) -> JsonReply:
         ranked, matched = await self.ranking.best(request.query, prefixes, size)
-        shown = await self.entries([one.topic for one in ranked], touch=False)
+        shown = await self.entries([one.topic for one in ranked], touch)
         entries, slices = [], Slices()
         for one in ranked:
             if one.topic in shown:

@@ -49,6 +49,7 @@ class TxnRoutes:
     settings: Settings
     topics: Quota
     total_bytes: Quota
+    require_leader: Callable[[KeyScope], None]
 
     @api.json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
     @api.describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
@@ -78,7 +79,10 @@ class TxnRoutes:
         """Drop a transaction's stages in one topic, but not those of a decided batch. `txn` is in query or body."""
         topic = request.topic
         body = await request.body(self.settings.max_command_bytes)
-        txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else request.query.get("txn", ""))
+        asked = request.query.get("txn")
+        txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else asked or "")
+        if asked not in (None, txn):
+            raise invalid("?txn is not the txn of the body: give one of the two", field="txn")
         dropped = await self.coordinator.drop(await asyncio.to_thread(self.coordinator.stages.of_txn, topic, txn))
         return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
 
@@ -127,10 +131,17 @@ class TxnRoutes:
 
     @api.json_route("GET", _SINK_PATH, Route.OTHER, KeyScope.READ, "transactions")
     @api.describe(
-        "The latest batch of a sink", api.ok("The sink; null when it never committed", answers.SinkAnswer), *api.LOST
+        "The latest batch of a sink",
+        api.ok("The sink; null when it never committed", answers.SinkAnswer),
+        "not_leader",
+        *api.LOST,
     )
     async def get(self, request: ApiRequest) -> JsonReply:
+        """Return the latest batch, once it is published. Only the leader knows it: a follower has the files of sinks
+        from the archive, which may be older than the records that it shows.
+        """
         sink = _sink(request)
+        self.require_leader(KeyScope.WRITE)
         return JsonReply({"sink": sink, "last_batch": await self.coordinator.last_batch(sink)})
 
     @api.json_route("DELETE", _SINK_PATH, Route.OTHER, KeyScope.DELETE, "transactions")

@@ -11,7 +11,7 @@ from functools import partial
 
 from topics.core.ceilings import Ceilings
 from topics.core.config import TopicConfig
-from topics.core.errors import TopicsError, topic_not_found
+from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.idempotency import is_stage_key
 from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
@@ -46,6 +46,8 @@ class Appends:
             config = options.config or TopicConfig()
             if not (options.create and config.auto_create):
                 raise topic_not_found(name)
+            if options.jobs and config.type != "queue":
+                raise not_a_queue(name, is_new=True)
             hosted, created = self._catalog.make(name, config, now.wall_ms, is_decided), True
             hosted.topic.ceilings = Ceilings.of_new(config, count)
         durability = hosted.topic.config.durability
