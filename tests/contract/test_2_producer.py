@@ -53,6 +53,23 @@ def test_a_skipped_n_is_409_out_of_order(client: httpx.Client, topic: str) -> No
     assert stored(client, topic) == ["1.7", "1.8", "1.9"]
 
 
+def test_who_has_begun_is_refused_if_no_write_of_its_epoch_is_known(client: httpx.Client, topic: str) -> None:
+    """It was taken for the next write if it counted from 0."""
+    ok(send(client, topic, 1, 1))
+    for id, epoch in (("new", 5), ("p", 2)):
+        for n in (0, 1, 2, 9):
+            producer = {"id": id, "epoch": epoch, "n": n, "begun": True}
+            body = {"records": [{"data": 1}], "producer": producer}
+            error = refused(client.post(f"/v0/topics/{topic}", json=body), 409, "out_of_order")
+            assert error["detail"] == {"producer": id, "epoch": epoch, "n": 0}
+            assert f"had an answer in epoch {epoch}" in error["message"]
+            assert "was committed" not in error["message"]
+    for n in (2, 2, 3):
+        producer = {"id": "p", "epoch": 1, "n": n, "begun": True}
+        ok(client.post(f"/v0/topics/{topic}", json={"records": [{"data": n}], "producer": producer}))
+    assert stored(client, topic) == ["1.1", 2, 3]
+
+
 def test_a_lower_epoch_is_409_fenced_its_repeats_as_well(client: httpx.Client, topic: str) -> None:
     ok(send(client, topic, 1, 1))
     ok(send(client, topic, 2, 1))

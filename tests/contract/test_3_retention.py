@@ -259,6 +259,21 @@ def test_where_a_cursor_must_be_to_have_lost_something(client: httpx.Client, top
     ]
 
 
+def test_who_begins_at_a_time_is_told_of_what_may_be_as_late(client: httpx.Client, topic: str) -> None:
+    put(client, topic, cap_records=2)
+    for n in range(6):
+        write(client, topic, n)
+        until_ms(now_ms() + 2)
+    stamps = [record["$ts"] for record in diff(client, topic)["records"]]
+    for from_ts in (0, stamps[0] - 1, stamps[0]):
+        page = diff(client, topic, from_ts=from_ts)
+        assert (gap(page), seqs(page)) == (("cap", 1, 4), [5, 6])
+        resolved = ok(client.post("/v0/watch", json={"topics": {topic: {"from_ts": from_ts}}}))["topics"][topic]
+        assert resolved["from_seq"] == 0
+    page = diff(client, topic, from_ts=stamps[0] + 1)
+    assert (gap(page), seqs(page)) == (None, [6])
+
+
 def test_earliest_never_decreases(client: httpx.Client, topic: str) -> None:
     put(client, topic, cap_records=2)
     seen = []
@@ -287,10 +302,14 @@ def test_floors_and_reasons_outlive_restarts(end: str) -> None:
         poll("the records to expire", lambda: state(client, "aged")["count"] == 0)
         before = [(gap(diff(client, name)), state(client, name)["earliest_seq"]) for name in ("capped", "aged")]
         assert before == [(("cap", 1, 3), 4), (("ttl", 1, 2), 3)]
+        last_ts = {name: state(client, name)["last_write_ts"] for name in ("capped", "aged")}
         own.kill_group() if end == "kill_group" else None
         own.restart()
         client = own.client
         assert [(gap(diff(client, name)), state(client, name)["earliest_seq"]) for name in ("capped", "aged")] == before
+        for name, ts in last_ts.items():
+            found = [gap(diff(client, name, from_ts=from_ts)) for from_ts in (0, ts, ts + 1)]
+            assert found == [gap(diff(client, name))] * 2 + [None]
         refused(client.post("/v0/topics/rejecting", json={"records": [{"data": 3}]}), 422, "topic_full")
         assert write(client, "capped", "next")["first_seq"] == 6
 

@@ -647,6 +647,23 @@ def test_also_through_chains(client: httpx.Client, topic: str) -> None:
     assert data(client, names[-1]) == list(range(1, 30))
 
 
+def test_a_change_of_caps_is_behind_what_was_acknowledged_before_through_a_chain_too(
+    client: httpx.Client, topic: str
+) -> None:
+    for at in range(10):
+        source, between, dest = (f"{topic}.{at}.{name}" for name in "sab")
+        route(client, f"{topic}.{at}.1", source, between)
+        route(client, f"{topic}.{at}.2", between, dest)
+        put(client, dest, cap_records=1)
+        write(client, source, *range(5))
+        answer = ok(client.put(f"/v0/topics/{dest}", json={"cap_records": 0}))
+        page = diff(client, dest)
+        if not in_time(answer):
+            continue  # the machine is too busy, and the answer says so
+        assert [one["$seq"] for one in page["records"]] == [5]
+        assert page["tombstone"]["gap_to"] == 4
+
+
 def test_watchers_of_a_dest_get_copies_that_nobody_asked_for(
     service: Service, client: httpx.Client, topic: str
 ) -> None:

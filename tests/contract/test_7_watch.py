@@ -291,6 +291,16 @@ def test_from_seq_and_from_ts(service: Service, topic: str) -> None:
         assert stream.event("record").json["records"][0]["$seq"] == 1
 
 
+def test_from_ts_is_told_of_a_loss_that_may_be_as_late(service: Service, topic: str) -> None:
+    put(service.client, topic, cap_records=2)
+    write(service.client, topic, *range(6))
+    stamp = diff(service.client, topic)["records"][0]["$ts"]
+    with follow(service, {topic: {"from_ts": stamp}}) as stream:
+        gap = stream.event("tombstone").json
+        assert (gap["gap_from"], gap["gap_to"]) == (1, 4)
+        assert [record["$seq"] for record in stream.event("record").json["records"]] == [5, 6]
+
+
 # --- node filter
 
 

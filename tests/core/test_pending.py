@@ -206,24 +206,37 @@ def test_a_producer_that_has_begun_and_is_unknown_is_told_after_a_takeover(
     topic = topic_of()
     for name, value in state.items():
         setattr(topic, name, value)
-    key = producer_key(b"p", ProducerTurn(1, 7))
-    arguments = key, frames_of(1), None, False, NOW.wall_ms
-    assert PendingTopic(topic, NOW).admit(*arguments, False) is None, "it may begin with any number"
-    if code is None:
-        assert PendingTopic(topic, NOW).admit(*arguments, True) is None
-        return
-    with pytest.raises(TopicsError) as refused:
-        PendingTopic(topic, NOW).admit(*arguments, True)
-    assert (refused.value.code, refused.value.detail) == (code, {"producer": "p", "epoch": 1, "n": 0})
+    for n in (0, 1, 2, 7):
+        key = producer_key(b"p", ProducerTurn(1, n))
+        arguments = key, frames_of(1), None, False, NOW.wall_ms
+        assert PendingTopic(topic, NOW).admit(*arguments, False) is None, "it may begin with any number"
+        if code is None:
+            assert PendingTopic(topic, NOW).admit(*arguments, True) is None
+            continue
+        with pytest.raises(TopicsError, match="no write is known here: its writes were lost") as refused:
+            PendingTopic(topic, NOW).admit(*arguments, True)
+        assert (refused.value.code, refused.value.detail) == (code, {"producer": "p", "epoch": 1, "n": 0})
 
 
 def test_a_producer_in_a_later_life_is_told_that_a_takeover_lost_all_of_it() -> None:
     """The service knows it, by the writes of a life before."""
-    for restored_seq, code in ((9, "out_of_order"), (0, None)):
+    cases: list[tuple[dict[str, Any], int, str | None]] = [
+        (state, n, code)
+        for state, code in (
+            ({"lost_tail_seq": 9, "restored_seq": 9}, "out_of_order"),
+            ({}, "out_of_order"),
+            ({"lost_tail_seq": 9}, None),
+            ({"recreated": True}, None),
+            ({"had_ram_records": True}, None),
+        )
+        for n in (0, 1, 2, 7)
+    ]
+    for state, n, code in cases:
         topic = topic_of()
         logged(outcome(PendingTopic(topic, NOW), producer_key(b"p", ProducerTurn(1, 3)), 1, None))
-        topic.lost_tail_seq, topic.restored_seq = 9, restored_seq
-        arguments = producer_key(b"p", ProducerTurn(2, 7)), frames_of(1), None, False, NOW.wall_ms
+        for name, value in state.items():
+            setattr(topic, name, value)
+        arguments = producer_key(b"p", ProducerTurn(2, n)), frames_of(1), None, False, NOW.wall_ms
         assert PendingTopic(topic, NOW).admit(*arguments, False) is None, "a new life may begin with any number"
         if code is None:
             assert PendingTopic(topic, NOW).admit(*arguments, True) is None

@@ -20,7 +20,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import arenas
 from topics.shm.queue_messages import CursorGet, CursorList, CursorReply
 from topics.shm.router_memory import RouterProgress, RouterTableWriter
-from topics.shm.topic_messages import CatchUp, CaughtUp
+from topics.shm.topic_messages import CatchUp, CaughtUp, PutTopic, PutTopicReply
 
 
 def chain(hosting: Hosting, *names: str) -> None:
@@ -78,6 +78,29 @@ def test_who_copies_from_what_could_not_be_copied_goes_on_and_says_so(hosting: H
         assert found["copies_pending"] is True
         found = await read(frontend, shard, "c", ("b", CaughtUp(True, False)), ("c", CaughtUp(True, False)))
         assert "copies_pending" not in found
+
+    chain(hosting, "a", "b", "c")
+    on_loop(hosting, test)
+
+
+def test_a_change_of_a_topic_waits_for_what_comes_over_a_chain_and_says_what_could_not_be_copied(
+    hosting: Hosting,
+) -> None:
+    """Records that were acknowledged before came behind the change, and met caps that they should not."""
+
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        for pending in (False, True):
+            asked = asyncio.create_task(frontend.ask("PUT", "/v0/topics/c", {"cap_records": 7}))
+            for dest in ("b", "c"):
+                request_id, call = await shard.told(CatchUp)
+                assert call == CatchUp(dest)
+                shard.answer(request_id, CaughtUp(True, pending))
+            request_id, change = await shard.told(PutTopic)
+            shard.answer(request_id, PutTopicReply(False, change.config))
+            status, _, answer = await asked
+            assert (status, answer["config"]["cap_records"]) == (200, 7)
+            assert answer["performance"].get("copies_pending", False) is pending
 
     chain(hosting, "a", "b", "c")
     on_loop(hosting, test)

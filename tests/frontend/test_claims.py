@@ -39,12 +39,12 @@ from topics.shm.queue_messages import (
     Waiting,
     WorkClose,
 )
-from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
+from topics.shm.topic_messages import CatchUp, CaughtUp, Expire, PutTopic, PutTopicReply
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000
 
-CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose, CatchUp, CursorGet)
+CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose, CatchUp, CursorGet, PutTopic)
 
 
 class Shard:
@@ -68,7 +68,7 @@ class Shard:
     def free(self) -> None:
         self._rings.requests.consume(self._read)
 
-    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting | CaughtUp | CursorList) -> None:
+    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting | CaughtUp | CursorList | PutTopicReply) -> None:
         self._send(messages.encode_reply(request_id, reply))
 
     def deal(self, dealt: Dealt) -> None:

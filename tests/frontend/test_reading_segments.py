@@ -203,7 +203,7 @@ def test_a_floor_inside_a_segment_is_where_times_begin(hosting: Hosting) -> None
     assert hosting.segments("t")[0].first_seq == 1
     assert hosting.topics["t"].topic.earliest_seq == 6
     ref = hosting.reader.get("t")
-    assert [hosting.reader.seq_before(ref, start + seq) for seq in (1, 5, 6, 7, 20, 21, 28)] == [5, 5, 5, 6, 19, 20, 27]
+    assert [hosting.reader.seq_before(ref, start + seq) for seq in (1, 5, 6, 7, 20, 21, 28)] == [0, 0, 0, 6, 19, 20, 27]
     hosting.clock.ms = start + 6 + 1000
     assert not hosting.reader.has_expired(ref), "what is below the floor does not count"
     hosting.clock.ms += 1

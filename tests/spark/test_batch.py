@@ -218,6 +218,17 @@ def test_a_gap_fails_the_query_by_default(topics: Client, topic: str, read: Read
     assert seqs(read(topic, **from_three, tombstones="ignore")) == [8, 9, 10, 11, 12]
 
 
+def test_a_gap_behind_the_time_at_which_a_query_begins_fails_it(topics: Client, topic: str, read: Reading) -> None:
+    topics.put_topic(topic, cap_records=5)
+    fill(topics, topic, 12, batch=1)
+    from_then = {"startingTimestamp": "0"}
+    message = refusal(lambda: read(topic, **from_then).collect())
+    assert f"topic '{topic}': records 1 to 7 are gone (reason: cap)" in message
+    assert seqs(read(topic, **from_then, tombstones="ignore")) == [8, 9, 10, 11, 12]
+    last_ts = _last_ts(topics, topic)
+    assert seqs(read(topic, startingTimestamp=str(last_ts + 1))) == []
+
+
 def test_gaps_as_rows_cover_exactly_what_is_gone(topics: Client, topic: str, read: Reading) -> None:
     topics.put_topic(topic, cap_records=5)
     fill(topics, topic, 12, batch=1)

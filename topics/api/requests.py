@@ -165,7 +165,7 @@ class CommitBody(msgspec.Struct, gc=False):
 
 
 class StartBody(msgspec.Struct, omit_defaults=True):
-    """The start in one topic: behind `from_seq`, at the head, or at the first record with `$ts >= from_ts`."""
+    """The start in one topic: behind `from_seq`, at the head, or at a time (api §3.3)."""
 
     from_seq: Count = 0
     tail: bool = False

@@ -65,13 +65,27 @@ def parse_key(key: bytes) -> tuple[bytes, ProducerTurn]:
 
 
 def check_turn(
-    id: bytes, last: ProducerTurn | None, given: ProducerTurn, *, is_known: bool, may_skip: bool = False
+    id: bytes,
+    last: ProducerTurn | None,
+    given: ProducerTurn,
+    *,
+    is_known: bool,
+    has_begun: bool = False,
+    may_skip: bool = False,
 ) -> None:
     """Raise `409 fenced` for an instance that another one of a higher epoch has replaced, `409 out_of_order` for a
     write that is not the next one. Allow a retry whose outcome `is_known`, and any number for the first write of an
-    epoch. With `may_skip` allow a gap, because the log may have lost writes behind the last one.
+    epoch, unless the instance `has_begun`. With `may_skip` allow a gap, because the log may have lost writes behind
+    the last one.
     """
-    if last is None:
+    if last is None or last.epoch < given.epoch:
+        if has_begun and not (is_known or may_skip):
+            raise TopicsError(
+                "out_of_order",
+                f"producer {id.decode()!r} has had an answer in epoch {given.epoch}, of which no write is known here:"
+                " its writes were lost; look which of its records are there, then go on in a higher epoch",
+                {"producer": id.decode(), "epoch": given.epoch, "n": 0},
+            )
         return
     detail = {"producer": id.decode(), "epoch": last.epoch, "n": last.n}
     if given.epoch < last.epoch:
@@ -81,7 +95,7 @@ def check_turn(
             detail,
         )
     missing = given.n > last.n
-    if not is_known and given.epoch == last.epoch and given.n != last.n + 1 and not (may_skip and missing):
+    if not is_known and given.n != last.n + 1 and not (may_skip and missing):
         raise TopicsError(
             "out_of_order",
             f"producer {id.decode()!r} has written up to {last.n}, so {last.n + 1} is next and not {given.n}"

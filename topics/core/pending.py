@@ -155,11 +155,9 @@ class PendingTopic:
         if is_producer_key(key):
             producer, turn = parse_key(key)
             last = self._turns.get(producer) or topic.idempotency.turn_of(producer, now_ms)
-            may_skip = producer not in self._turns and topic.may_skip(producer)
-            is_unknown = last is None or (last.epoch < turn.epoch and topic.restored_seq > 0)
-            if is_unknown and begun and not may_skip:
-                last = ProducerTurn(turn.epoch, 0)  # its writes of this epoch were lost
-            check_turn(producer, last, turn, is_known=known is not None, may_skip=may_skip)
+            is_new = last is None or last.epoch < turn.epoch
+            may_skip = (is_new or producer not in self._turns) and topic.may_skip(producer, is_new)
+            check_turn(producer, last, turn, is_known=known is not None, has_begun=begun, may_skip=may_skip)
         return known
 
     def growth(self, count: int, size_bytes: int) -> int:

@@ -177,12 +177,17 @@ def exact_live_size(index: RecordIndex, first_seq: int, last_seq: int) -> tuple[
 
 def last_undeleted(index: ScannedEntries, first_seq: int, last_seq: int) -> int:
     """Return the last seq of first_seq..last_seq that is not deleted; first_seq - 1 if all are."""
+    return last_without(LOCATION_DELETED, index, first_seq, last_seq)
+
+
+def last_without(flag: int, index: ScannedEntries, first_seq: int, last_seq: int) -> int:
+    """Return the last seq of first_seq..last_seq that has not this location flag; first_seq - 1 if all have it."""
     count = 8
     while last_seq >= first_seq:
         start = max(first_seq, last_seq - count + 1)
         words = index.entries(start, last_seq)[3::4]
         for at in range(len(words) - 1, -1, -1):
-            if not words[at] >> FLAGS_SHIFT & LOCATION_DELETED:
+            if not words[at] >> FLAGS_SHIFT & flag:
                 return start + at
         last_seq = start - 1
         count = min(2 * count, _STEP_MAX)

@@ -109,14 +109,15 @@ class Topic:
                 {"head_seq": pending_head_seq},
             )
 
-    def may_skip(self, producer: bytes) -> bool:
-        """Return whether a producer may go on behind lost writes. It may not if a restore or a takeover lost them."""
+    def may_skip(self, producer: bytes, is_new: bool) -> bool:
+        """Return whether a producer may go on behind lost writes. It may not if a restore or a takeover lost them.
+        `is_new`: no write of its epoch is known.
+        """
         seq = self.idempotency.last_seq_of(producer)
-        if seq is not None:
-            return self.restored_seq <= seq < self.lost_tail_seq
+        if self.restored_seq <= (seq or self.restored_seq) < self.lost_tail_seq:
+            return True
         is_recreated = self.recreated and not self.restored_seq
-        may_forget = is_recreated or self.had_ram_records or self.config.durability == "ephemeral"
-        return may_forget or self.lost_tail_seq > self.restored_seq
+        return is_new and (is_recreated or self.had_ram_records or self.config.durability == "ephemeral")
 
     def commit_ts(self, now_ms: int) -> int:
         """Return the commit time of the next write: `$ts` never decreases in a topic, whatever the clock does."""

@@ -100,8 +100,10 @@ def follows(client: Client, topic: str, head_seq: int) -> bool:
 
 
 def before_ts(client: Client, topic: str, ts: int) -> int:
-    """Return the last seq before the first record with `$ts` >= ts; the head when there is none."""
+    """Return the seq before the first record with `$ts` >= ts, or before a loss in front of it; else the head."""
     page = client.diff(topic, from_ts=ts, limit=1)
+    if page.tombstone is not None:
+        return page.tombstone.gap_from - 1
     return page.records[0].seq - 1 if page.records else page.next_from_seq
 
 

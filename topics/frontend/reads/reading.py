@@ -19,7 +19,7 @@ from topics.core.errors import TopicsError, storage_unavailable, topic_not_found
 from topics.core.floors import EvictReason, run_after
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
-from topics.core.record_index import front_from, last_undeleted
+from topics.core.record_index import front_from, last_undeleted, last_without
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.entry.responses import encode_json
 from topics.frontend.reads.cold import ColdMissError, ColdTier
@@ -47,6 +47,26 @@ def logical_view(view: TopicView, ttl_ms: int, records: LocatedRecords, now_ms: 
     front = front_from(records, seq, view.head_seq)
     view = _evicted(view._replace(earliest_seq=front.earliest_seq), lost_seq + 1, EvictReason.TTL)
     return _evicted(view, front.lost_below_seq, front.lost_reason)
+
+
+def cursor_at(view: TopicView, records: LocatedRecords, ts: int, now_ms: int) -> int:
+    """Return the cursor of a reader who begins at a time (api §3.3), in a view with exact floors: before the first
+    record with `$ts >= ts`, and before a loss in front of that record if the loss may be as late.
+
+    Nothing keeps the times of lost records. What tells a loss to be earlier is a record before `ts` that is still
+    there, behind the loss.
+    """
+    seq, latest_ts = records.first_seq_at(ts), max(now_ms, view.last_write_ts)
+    if seq > view.head_seq and ts > latest_ts:
+        return view.head_seq
+    if seq > view.earliest_seq:
+        return last_without(LOCATION_LOST, records, view.earliest_seq, seq - 1)
+    if view.earliest_seq > view.head_seq:
+        # What expired had been written here, and so had what was deleted behind a loss. A lost end is of any time.
+        has_lost_end = view.evict_floor > view.head_seq and view.evict_reason != EvictReason.TTL
+        if ts > (latest_ts if has_lost_end else view.last_write_ts):
+            return view.head_seq
+    return 0 if view.evict_floor > 1 else view.earliest_seq - 1
 
 
 def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
@@ -195,8 +215,13 @@ class TopicReader:
         return ref._replace(view=view, config=ref.arena.config(ref.slot, view))
 
     def seq_before(self, ref: TopicRef, ts: int) -> int:
-        """Return the cursor before the first record with `$ts >= ts` (api §3 from_ts)."""
-        return self._retrying(ref, lambda ref: self._records(ref).first_seq_at(ts) - 1)
+        """Return the cursor of a reader who begins at `ts` (`cursor_at`)."""
+
+        def look(ref: TopicRef) -> int:
+            records, now_ms = self._records(ref), self.now_ms()
+            return cursor_at(logical_view(ref.view, ref.config.ttl_ms, records, now_ms), records, ts, now_ms)
+
+        return self._retrying(ref, look)
 
     def with_segments(self, ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
         """Return the topic with exact floors, and its segments at the same moment. Raise as `read_page` does."""
@@ -224,7 +249,7 @@ class TopicReader:
     def read_page(
         self, ref: TopicRef, from_seq: int, options: PageOptions, to_seq: int | None = None, from_ts: int | None = None
     ) -> RecordPage:
-        """Return the records after `from_seq`, up to `to_seq`, and none before the first with `$ts >= from_ts`.
+        """Return the records after `from_seq`, up to `to_seq`, and none before those of `from_ts` (`cursor_at`).
 
         Raise `topic_not_found` if the topic was deleted, `storage_unavailable` if a frame cannot be read, and
         ColdMissError if the first record has to be fetched from the cold tier (`fetch_page` does that).
@@ -282,11 +307,11 @@ class TopicReader:
     def _read(
         self, ref: TopicRef, from_seq: int, options: PageOptions, to_seq: int | None, from_ts: int | None
     ) -> RecordPage:
-        records = self._records(ref)
+        records, now_ms = self._records(ref), self.now_ms()
+        view = logical_view(ref.view, ref.config.ttl_ms, records, now_ms)
         if from_ts is not None:
             # Find the start in this view: a record that was written since an earlier look may be too early.
-            from_seq = max(from_seq, records.first_seq_at(from_ts) - 1)
-        view = logical_view(ref.view, ref.config.ttl_ms, records, self.now_ms())
+            from_seq = max(from_seq, cursor_at(view, records, from_ts, now_ms))
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
             from_seq = 0 if view.recreated else view.head_seq

@@ -120,12 +120,13 @@ class TopicRoutes:
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
         self.gateway.archive_acks.check(config)
+        with_copies = await self.catching_up.wait_for(name)
         reply = await self.gateway.ask(PutTopic(name, config, type_given))
         while reply.rest is not None:
             # A change that has begun is not given up because a ring is full.
             reply = await self.gateway.ask(reply.rest, unthrottled=True)
         answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
-        return JsonReply(answer, 201 if reply.created else 200)
+        return JsonReply(answer, 201 if reply.created else 200, with_copies=with_copies)
 
     @api.json_route("DELETE", api.TOPIC_PATH, Route.DELETE_TOPIC, KeyScope.DELETE, "topics")
     @api.describe("Delete a topic and all of its records", _DELETED, "topic_not_empty", *api.LOST)
