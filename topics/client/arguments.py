@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -18,7 +17,7 @@ def require(fits: bool, name: str, value: object, allowed: str) -> None:
 def require_counts(**given: int) -> None:
     """Raise ValueError for an argument that is no integer from 1."""
     for name, value in given.items():
-        require(isinstance(value, Integral) and value > 0, name, value, "a whole number from 1")
+        require(isinstance(value, SupportsIndex) and value > 0, name, value, "a whole number from 1")
 
 
 class Numbers(msgspec.Struct, frozen=True):
@@ -27,7 +26,8 @@ class Numbers(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value, whole = getattr(self, field.name), field.type is int
-            fits = isinstance(value, Integral if whole else Real) and value >= 0
+            kinds: Any = SupportsIndex if whole else (float, SupportsIndex)
+            fits = isinstance(value, kinds) and value >= 0
             allowed = f"a {'whole ' if whole else ''}number from 0"
             require(fits, f"{type(self).__name__}.{field.name}", value, allowed)
 
