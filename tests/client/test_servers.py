@@ -259,7 +259,12 @@ def test_streams_leave_a_leader_that_lives_on_when_another_one_took_over(tmp_pat
                 poll("the follower has all", lambda: _has(reader, "orders", 1) and not _count(follower, "jobs"))
 
             assert promoted(follower)["topics"] == 2
-            poll("it notices", lambda: archiver(leader)["taken_over"])
+
+            def has_noticed() -> bool:
+                leader.client.post("/v0/topics/others", json={"records": [{"data": 1}]})  # it looks when it has news
+                return bool(archiver(leader)["taken_over"])
+
+            poll("it notices", has_noticed)
             written = client.append("orders", [2])
             client.append("jobs", ["b"])
             assert isinstance(gap.result(60)[1], TombstoneAnswer)

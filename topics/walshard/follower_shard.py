@@ -51,7 +51,7 @@ def only_reads(handlers: Handlers) -> Handlers:
     """Return the handlers of a follower's shard: they refuse requests that change anything (`not_leader`)."""
 
     def refuse(_call: object, _frontend: int, _group: Draft) -> NoReturn:
-        raise TopicsError("not_leader", "this service follows another and only reads: send this to that one")
+        raise TopicsError("not_leader", "this service follows another one: send this to that one")
 
     def refuse_alone(call: object, frontend: int) -> Steps[None]:
         yield from ()  # a handler of this kind yields drafts

@@ -42,4 +42,4 @@ class Leadership:
             where, detail = note.leader_url, {"leader": note.leader_url}
         else:
             where, detail = "that one", {}
-        return TopicsError("not_leader", f"this service follows another and only reads: send this to {where}", detail)
+        return TopicsError("not_leader", f"this service follows another one: send this to {where}", detail)
