@@ -40,9 +40,6 @@ TOLD_S: Final = 0.025
 log = get_logger()
 
 _FOLLOWING: Final = "the archive cannot be followed now"
-_FETCHING: Final = "data are still read in the archive: they cannot be fetched now"
-_ENDING_LOAN: Final = "the loan of what was borrowed cannot be ended now"
-_TAKING_BASE: Final = "the newest base cannot be taken: what is here stays, and moments are taken as far as they go on"
 _FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
 
@@ -222,7 +219,7 @@ class Follower:
         """Fetch data that are still in the archive, and say how much is left."""
         homecoming, cell = self._replica.homecoming, self._cell
         if (error := homecoming.step(self._helper)) is not None:
-            self._fail(_FETCHING, error)
+            self._fail("data are still read in the archive: they cannot be fetched now", error)
         if cell.get("segments_borrowed") != len(homecoming.missing):
             cell.set("segments_borrowed", len(homecoming.missing))
             cell.set("borrowed_bytes", homecoming.missing_bytes)
@@ -268,16 +265,14 @@ class Follower:
             if self._replica.homecoming.come_home():
                 self._load()
                 return
-            self._told.pop(_ENDING_LOAN, None)
         except OSError as error:
-            self._fail(_ENDING_LOAN, error)  # the next base does not wait for that
+            self._fail("the loan of what was borrowed cannot be ended now", error)
         try:
             if self._replica.look_for_base():
                 self._cell.set("base_ms", self._clock.now_ms())
                 self._load()
-            self._told.pop(_TAKING_BASE, None)
         except ArchiveDamagedError as error:
-            self._fail(_TAKING_BASE, error)
+            self._fail("the newest base cannot be taken: moments are taken as far as they go on", error)
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:

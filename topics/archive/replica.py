@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from topics.archive.borrowing import Homecoming
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, fetched_ahead
 from topics.archive.ownership import followed_generation
-from topics.archive.restoring import WantedMoment, plan
+from topics.archive.restoring import Plan, WantedMoment, plan
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -323,11 +323,7 @@ class Replica:
     def _copy_base(self) -> None:
         """Copy the newest base that is whole, and all moments behind it, in place of what an earlier try has copied."""
         self._newest_generation()  # raises if there is none
-        try:
-            found = plan(self.archive, WantedMoment())
-        except ArchiveDamagedError:
-            self.archive.damaged.clear()  # somebody may put the objects back
-            raise
+        found = self._plan()
         found.warn()
         generation, base, snapshot = found.generation, found.base, found.snapshot
         if generation.shards != self._shards:
@@ -376,13 +372,11 @@ class Replica:
         """Take over the newest base of the archive, if it is a new one. True if the shards have to load it."""
         newest = self._newest_generation()
         if newest != self.note.generation:
-            self.require_newer()
-            raise BeginAnewError(f"the archive goes on with generation {newest}, this is {self.note.generation}")
+            raise self.anew(f"the archive goes on with generation {newest}, this is {self.note.generation}")
         number = self.archive.bases(newest)[-1]
         if number > self.note.piece:
             if self.has_hole or self.archive.last_piece(newest, self.laid_piece) < number:
-                self.require_newer()
-                raise BeginAnewError(f"pieces between {self.laid_piece} and base {number} are not in the archive")
+                raise self.anew(f"pieces between {self.laid_piece} and base {number} are not in the archive")
             if number != self.laid_piece:
                 return False
             self._end_moment(*self.archive.piece(newest, number))  # its base makes it a moment
@@ -408,10 +402,19 @@ class Replica:
                 self._end_moment(*self.archive.piece(generation, number))
                 break
 
-    def require_newer(self) -> None:
-        """Raise ArchiveDamagedError if the archive's last moment cannot be copied: what is here is better than none."""
-        self.archive.damaged.clear()  # data may be among it, and they need not be copied at once
-        plan(self.archive, WantedMoment())
+    def anew(self, reason: str) -> BeginAnewError:
+        """Return the error to raise. Raise ArchiveDamagedError if the archive's last moment cannot be copied: what is
+        here is better than nothing.
+        """
+        self._plan()
+        return BeginAnewError(reason)
+
+    def _plan(self) -> Plan:
+        try:
+            return plan(self.archive, WantedMoment())
+        except ArchiveDamagedError:
+            self.archive.damaged.clear()  # somebody may put the objects back
+            raise
 
     def _note_base(self, base: Base) -> None:
         self._files = _names(base)
