@@ -39,6 +39,7 @@ TOLD_S: Final = 0.025
 
 log = get_logger()
 
+_FOLLOWING: Final = "the archive cannot be followed now"
 _FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
 
@@ -74,7 +75,9 @@ class Follower:
         """True while the leader itself tells what it commits."""
         self._has_begun = False
         self._failures = 0
-        self._told = self._told_of_leader = ""
+        self._told: dict[str, str] = {}
+        """The last reasons that were logged, by what cannot be done."""
+        self._told_of_leader = ""
         self._look_not_before_ms = 0
         self._sign_by_ms = 0
         """Monotonic time at which the leader counts as gone unless it gives a sign."""
@@ -129,20 +132,21 @@ class Follower:
             log.error("cannot follow", reason=str(error))
             self.exit_code = EXIT_REFUSED
         except _FAILURES as error:
-            self._fail(error)
+            self._fail(_FOLLOWING, error)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             return pause_ms / 1000
         else:
-            self._failures, self._told = 0, ""
+            self._failures = 0
+            self._told.pop(_FOLLOWING, None)
         return 0
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, what: str, error: Exception) -> None:
         """Count a failure, and log it unless it is the same again."""
         self._cell.add("failures")
-        if str(error) != self._told:
-            self._told = str(error)
-            log.error("the archive cannot be followed now, which will be repeated", reason=self._told)
+        if str(error) != self._told.get(what):
+            self._told[what] = str(error)
+            log.error(f"{what}, which will be repeated", reason=str(error))
 
     def _listen(self) -> bool:
         """Ask the leader, if it can be asked. True if it has answered: it lives."""
@@ -179,7 +183,7 @@ class Follower:
         try:
             piece = found.result()
         except _FAILURES as error:
-            self._fail(error)  # the leader goes on telling
+            self._fail(_FOLLOWING, error)  # the leader goes on telling
             return False
         if piece is None:
             return False
@@ -215,7 +219,7 @@ class Follower:
         """Fetch data that are still in the archive, and say how much is left."""
         homecoming, cell = self._replica.homecoming, self._cell
         if (error := homecoming.step(self._helper)) is not None:
-            self._fail(error)  # readers use the archive meanwhile
+            self._fail("data are still read in the archive: they cannot be fetched now", error)
         if cell.get("segments_borrowed") != len(homecoming.missing):
             cell.set("segments_borrowed", len(homecoming.missing))
             cell.set("borrowed_bytes", homecoming.missing_bytes)
@@ -257,11 +261,18 @@ class Follower:
             return  # they still read files of the former base
         if not read_pinned(self._fs, self._pins_dir, self._clock.monotonic_ms()):
             self._replica.remove_leftovers()
-        if self._replica.homecoming.come_home():  # first: the newest base may be damaged
-            self._load()
-        elif self._replica.look_for_base():
-            self._cell.set("base_ms", self._clock.now_ms())
-            self._load()
+        try:
+            if self._replica.homecoming.come_home():
+                self._load()
+                return
+        except OSError as error:
+            self._fail("the loan of what was borrowed cannot be ended now", error)
+        try:
+            if self._replica.look_for_base():
+                self._cell.set("base_ms", self._clock.now_ms())
+                self._load()
+        except ArchiveDamagedError as error:
+            self._fail("the newest base cannot be taken: moments are taken as far as they go on", error)
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:

@@ -73,7 +73,8 @@ def promote(replica: Replica, clock: Clock, by: str) -> None:
     _close_later(replica, clock, by)
     replica.step()
     if not replica.is_over and (not replica.has_hole or _has_base_behind_hole(replica)):
-        raise BeginAnewError("the archive has a hole before its end, or is pruned there: the newest base is behind it")
+        raise replica.anew("the archive has a hole before its end, or is pruned there: the newest base is behind it")
+    replica.end_at_base()
     replica.sync()
     replica.homecoming.settle()
     replica.keep_note(promoted_id=replica.note.fence_id)
@@ -105,7 +106,7 @@ def _close_later(replica: Replica, clock: Clock, by: str) -> None:
         _close(replica, generation, 0, clock, by)
         pieces = range(1, archive.last_piece(generation, 0))
         if archive.bases(generation) or _has_base(archive, generation, pieces):
-            raise BeginAnewError(f"the archive goes on with generation {generation}")
+            raise replica.anew(f"the archive goes on with generation {generation}")
 
 
 def _has_base_behind_hole(replica: Replica) -> bool:

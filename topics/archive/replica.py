@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from topics.archive.borrowing import Homecoming
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, fetched_ahead
 from topics.archive.ownership import followed_generation
-from topics.archive.restoring import WantedMoment, plan
+from topics.archive.restoring import Plan, WantedMoment, plan
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -188,7 +188,10 @@ class Replica:
         self._copy_parts(piece, payload)
         self._settle_told(piece)
         # Moments before the base's are none here: the files of transactions that they need may be pruned.
-        if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
+        is_moment = piece.number >= self.note.base and (
+            piece.is_moment or self.archive.has_base(self.note.generation, piece.number)  # it makes its piece a moment
+        )
+        if is_moment or piece.number == self.note.base:
             self._end_moment(piece, payload)
         self.laid_piece = piece.number  # last: until then it can be laid out again
 
@@ -320,7 +323,9 @@ class Replica:
     def _copy_base(self) -> None:
         """Copy the newest base that is whole, and all moments behind it, in place of what an earlier try has copied."""
         self._newest_generation()  # raises if there is none
-        generation, base, snapshot, _ = plan(self.archive, WantedMoment())
+        found = self._plan()
+        found.warn()
+        generation, base, snapshot = found.generation, found.base, found.snapshot
         if generation.shards != self._shards:
             raise OtherShardsError(
                 f"the service that is followed has {generation.shards} shards, this one {self._shards}: set"
@@ -367,12 +372,11 @@ class Replica:
         """Take over the newest base of the archive, if it is a new one. True if the shards have to load it."""
         newest = self._newest_generation()
         if newest != self.note.generation:
-            raise BeginAnewError(f"the archive goes on with generation {newest}, this is {self.note.generation}")
+            raise self.anew(f"the archive goes on with generation {newest}, this is {self.note.generation}")
         number = self.archive.bases(newest)[-1]
         if number > self.note.piece:
             if self.has_hole or self.archive.last_piece(newest, self.laid_piece) < number:
-                self.archive.base(newest, number)  # if it is damaged, what is here is better than nothing
-                raise BeginAnewError(f"pieces between {self.laid_piece} and base {number} are not in the archive")
+                raise self.anew(f"pieces between {self.laid_piece} and base {number} are not in the archive")
             if number != self.laid_piece:
                 return False
             self._end_moment(*self.archive.piece(newest, number))  # its base makes it a moment
@@ -389,6 +393,28 @@ class Replica:
         self.keep_note(base=number)
         self._note_base(base)
         return True
+
+    def end_at_base(self) -> None:
+        """Go to the last moment that is laid out, if it is one only by its base, which came after its piece."""
+        generation = self.note.generation
+        for number in range(self.laid_piece, self.note.piece, -1):
+            if self.archive.has_base(generation, number):  # a list may be old
+                self._end_moment(*self.archive.piece(generation, number))
+                break
+
+    def anew(self, reason: str) -> BeginAnewError:
+        """Return the error to raise. Raise ArchiveDamagedError if the archive's last moment cannot be copied: what is
+        here is better than nothing.
+        """
+        self._plan()
+        return BeginAnewError(reason)
+
+    def _plan(self) -> Plan:
+        try:
+            return plan(self.archive, WantedMoment())
+        except ArchiveDamagedError:
+            self.archive.damaged.clear()  # somebody may put the objects back
+            raise
 
     def _note_base(self, base: Base) -> None:
         self._files = _names(base)

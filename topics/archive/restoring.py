@@ -45,7 +45,7 @@ from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.storage.segment import read_columns
 from topics.storage.snapshot import decode_parts
 
-_NO_OTHER: Final = "no older base gives this moment: put it back from a copy, or restart the service, if it lives"
+_NO_OTHER: Final = "no older base gives this moment: put it back from a copy"
 _NO_BASE: Final = "the archive was begun, but its first base is not complete"
 
 log = get_logger()
@@ -64,16 +64,25 @@ class NotThereError(OSError):
 
 
 class Plan(NamedTuple):
-    """A moment, and the way to it: the base and the pieces `base.first_piece`..`moment.number`."""
+    """A moment, and the way to it: the base and the pieces `base.first_piece`..`moment.number`. `damage` is why a newer
+    base cannot be used.
+    """
 
     generation: Generation
     base: Base
     snapshot: bytes
     moment: Piece
+    damage: ArchiveDamagedError | None = None
 
     @property
     def pieces(self) -> range:
         return range(self.base.first_piece, self.moment.number + 1)
+
+    def warn(self) -> None:
+        """Say that a newer base cannot be used, if that is so."""
+        if self.damage is not None:
+            what = "a base cannot be used: an older one gives this moment"
+            log.warning(what, base=self.base.number, reason=str(self.damage))
 
 
 class Restored(NamedTuple):
@@ -128,15 +137,19 @@ def _way(archive: Archive, number: int, bases: list[int], numbers: Iterable[int]
     for base_no in reversed([base_no for base_no in bases if base_no <= moment.number]):
         try:
             base, body = archive.base(number, base_no)
-            found = Plan(generation, base, bytes(body), moment)
-            if first is not None:
-                pieces = fetched_ahead(partial(archive.piece, number), found.pieces)
-                if gap(base, (piece for _, (piece, _) in pieces)):
-                    break  # the damaged base was made behind a hole
-                log.warning("a base cannot be used: an older one gives this moment", base=base_no, reason=str(first))
-            return found
+            archive.require_undamaged(number, base)
         except ArchiveDamagedError as error:
             first = first or error
+            continue
+        found = Plan(generation, base, bytes(body), moment, first)
+        if first is not None:
+            pieces = fetched_ahead(partial(archive.piece, number), found.pieces)
+            try:
+                if gap(base, (piece for _, (piece, _) in pieces)):
+                    break  # the damaged base was made behind a hole
+            except ArchiveDamagedError:
+                break  # all older bases need this piece, too
+        return found
     raise ArchiveDamagedError(f"{first}; {_NO_OTHER}")
 
 
@@ -185,32 +198,35 @@ def _plan_of_record(archive: Archive, numbers: list[int], topic: str, seq: int) 
 def _first_with(archive: Archive, number: int, topic: str, seq: int) -> tuple[Plan, int | None] | None:
     """Return (the way to a generation's first moment with a record, its time or None if it is gone); or None."""
     bases, found = archive.bases(number), None
-    first: ArchiveDamagedError | None = None
+    skipped: ArchiveDamagedError | None = None
     last = archive.last_piece(number, bases[-1]) if bases else 0
     for base_no in reversed(bases):
         try:
             base, body = archive.base(number, base_no)
             at, ts = _piece_with(archive, number, base, bytes(body), topic, seq, last)
+            if not at:
+                break
             moment = _moment(archive, number, bases, range(at, last + 1))
         except ArchiveDamagedError as error:
-            first = first or error
+            skipped = skipped or error
             continue  # the base before it gives its moments, too
+        skipped = None  # all up to `last` was looked at
         if moment is None:
             break
         found = moment.number, ts
         if moment.number > base_no:
             break
         last = base_no - 1  # the service may have had the record before this base
-    if found is None and first is not None:
-        raise ArchiveDamagedError(f"{first}; {_NO_OTHER}")
+    if skipped is not None:  # an earlier moment may have the record, even if a later one has been found
+        raise ArchiveDamagedError(f"{skipped}; {_NO_OTHER}")
     return None if found is None else (_way(archive, number, bases, [found[0]]), found[1])
 
 
 def _piece_with(
     archive: Archive, generation: int, base: Base, snapshot: bytes, topic: str, seq: int, last: int
 ) -> tuple[int, int | None]:
-    """Return (number of the first piece that has the record, `last` + 1 if none has; the record's time). If the base's
-    snapshot has the record, the number is the base's.
+    """Return (number of the first piece that has the record, `last` + 1 if none has, 0 if a hole comes before; the
+    record's time). If the base's snapshot has the record, the number is the base's.
     """
     topics = [found for part in (decode_parts(snapshot) if snapshot else ()) for found in part.decoded().topics]
     named = {found.id for found in topics if found.name == topic}
@@ -225,7 +241,7 @@ def _piece_with(
             end = ends[part.shard]
             behind = joined(end, part)
             if behind is None:
-                return last + 1, None  # a hole: only the next base has what comes next
+                return 0, None  # only the next base has what comes next
             ends[part.shard] = behind
             before = left.get(part.shard, b"") if behind.file_no == end.file_no else b""
             content = before + bytes(new_bytes(end, part, found_bytes))

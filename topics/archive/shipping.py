@@ -204,11 +204,11 @@ class Shipper:
         assert self._generation is not None
         self._bytes += files.put_bytes
         self._objects += files.put_objects
-        self._txn = {}  # so that no restore from this base needs pieces before it
+        had_txn, self._txn = bool(self._txn), {}  # so that no restore from this base needs pieces before it
         logs, txn = self._moment(self._txn)
         self._go_on(logs, files.starts)
         needs_base = self._has_part
-        self._ship(logs, txn, self._ends, needs_base=needs_base)
+        self._ship(logs, txn, self._ends, is_sign=had_txn, needs_base=needs_base)  # the last piece may list files
         if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
         if not self._archive.has_piece(self._generation.number, self._number):

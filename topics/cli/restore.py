@@ -19,7 +19,7 @@ from topics.cli.read import timestamp_ms
 from topics.cli.shared import positive
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, base_name, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.terminal import plural
 
@@ -84,10 +84,11 @@ def _run(options: argparse.Namespace) -> int:
         done: Restored | None = None
         while done is None:
             found = plan(archive, wanted)
+            found.warn()
             try:
                 done = Restore(archive, found, fs, options.data_dir, partial(show, bar), lender).run(SystemClock())
             except ArchiveDamagedError as damage:  # an older base may do
-                archive.unusable[found.generation.number, found.base.number] = damage
+                archive.damaged[base_name(found.generation.number, found.base.number)] = damage
     if options.json:
         print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
     else:

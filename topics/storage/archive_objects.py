@@ -285,8 +285,8 @@ class Archive:
 
     def __init__(self, store: ArchiveStore) -> None:
         self.store = store
-        self.unusable: dict[tuple[int, int], ArchiveDamagedError] = {}
-        """Damage of objects that a base needs, by generation and base. Such a base counts as damaged itself."""
+        self.damaged: dict[str, ArchiveDamagedError] = {}
+        """Damage that a copy has met, by the names of bases and of files. Another copy needs another base."""
 
     def generations(self) -> list[int]:
         """Return the numbers of all generations, ascending."""
@@ -304,8 +304,6 @@ class Archive:
 
     def base(self, generation: int, number: int) -> tuple[Base, memoryview]:
         """Return (base, body of the snapshot; empty for a service that had none yet)."""
-        if damage := self.unusable.get((generation, number)):
-            raise damage
         return self._header(base_name(generation, number), Base)
 
     def has_base(self, generation: int, number: int) -> bool:
@@ -348,10 +346,21 @@ class Archive:
 
     def file(self, ref: FileRef) -> bytes:
         """Read a file. Raise ArchiveDamagedError if it is not what was shipped."""
-        content = read_whole(self.store, ref.name)
-        if len(content) != ref.size_bytes or xxh3_64_intdigest(content) != ref.digest:
-            raise ArchiveDamagedError(f"{self.store.place(ref.name)}: is not what was shipped, its checksum differs")
+        try:
+            content = read_whole(self.store, ref.name)
+            if len(content) != ref.size_bytes or xxh3_64_intdigest(content) != ref.digest:
+                place = self.store.place(ref.name)
+                raise ArchiveDamagedError(f"{place}: is not what was shipped, its checksum differs")
+        except ArchiveDamagedError as damage:
+            self.damaged[ref.name] = damage
+            raise
         return content
+
+    def require_undamaged(self, generation: int, base: Base) -> None:
+        """Raise ArchiveDamagedError if a copy of this base, or of one of its files, has met damage."""
+        for name in (base_name(generation, base.number), *(ref.name for ref in base.files)):
+            if damage := self.damaged.get(name):
+                raise damage
 
     def _header(self, name: str, kind: type[_Header]) -> tuple[_Header, memoryview]:
         found = decode(read_whole(self.store, name), kind, self.store.place(name))

@@ -1,0 +1,298 @@
+"""Damage that no older base makes up for is refused, and what a follower has is kept meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
+
+from tests.archive.archiving import Archiving, harmed
+from tests.archive.test_borrowing import FS
+from tests.archive.test_borrowing_followers import follower, missing
+from tests.archive.test_borrowing_followers import service as lent  # noqa: F401
+from tests.archive.test_borrowing_followers import ship_bases as ship_more
+from tests.archive.test_damaged_bases import Based, based  # noqa: F401
+from tests.archive.test_simulation import _small, follow_and_go_back, service, ship_bases  # noqa: F401
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.archive.restoring import Restore, WantedMoment, plan
+from topics.archive.shipping import Shipper
+from topics.cli import restore
+from topics.frontend.txn.coordinator import Stages
+from topics.storage import layout, service_id
+from topics.storage.archive_objects import (
+    Archive,
+    ArchiveDamagedError,
+    LogPart,
+    base_name,
+    encode,
+    open_archive,
+    piece_name,
+)
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
+from topics.storage.frame import lay_out
+from topics.storage.logfile import WalPosition
+from topics.storage.origin import Origin, RunningEnds
+
+
+@pytest.mark.parametrize("what", ["base", "piece"])
+def test_a_record_is_not_looked_for_in_later_moments_alone(based: Based, what: str) -> None:  # noqa: F811
+    """Without a word the restore gave a later moment, in which the record was deleted."""
+    if what == "base":
+        based.damage(base_name(1, based.first))
+        seq = 1
+    else:
+        based.damage(piece_name(1, based.second))
+        seq = 15
+    with pytest.raises(ArchiveDamagedError, match="checksum"):
+        plan(based.archive, WantedMoment(topic="t", seq=seq))
+
+
+def test_a_damaged_file_that_all_bases_have_is_read_once(
+    based: Based,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A restore fetched everything again for each base."""
+    of = [{ref.name for ref in based.archive.base(1, number)[0].files} for number in based.archive.bases(1)]
+    based.damage(next(name for name in sorted(set.intersection(*of)) if name.endswith(".data")))
+    runs: list[int] = []
+    run_one = Restore.run
+    monkeypatch.setattr(Restore, "run", lambda self, clock: (runs.append(1), run_one(self, clock))[1])
+    parser = argparse.ArgumentParser()
+    restore.fill(parser)
+    options = parser.parse_args([str(based.place), "--data-dir", str(based.root / "restored"), "--copy"])
+    assert options.command(options) == 1
+    assert "checksum differs; no older base" in capsys.readouterr().err
+    assert len(runs) == 1
+
+
+def test_a_follower_that_may_not_end_its_loan_takes_new_bases(lent: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """It never looked for a base again, nor for a generation."""
+
+    def denied(_name: str) -> NoReturn:
+        raise OSError(errno.EACCES, "denied", "sim://bucket")
+
+    rig = follower(lent)
+    monkeypatch.setattr(rig.archive.store, "delete", denied)
+    while missing(rig):
+        lent.follow([])
+    ship_more(lent, 2)
+    for _ in range(10):
+        lent.world.clock.ms += 20_000
+        lent.follow([])
+    assert rig.replica.note.base == lent.archive.bases(1)[-1]
+
+
+@pytest.mark.parametrize("case", ["generation", "promotion"])
+def test_a_follower_keeps_what_it_has_if_nothing_newer_can_be_copied(service: Archiving, case: str) -> None:  # noqa: F811
+    if case == "generation":
+        follow_and_go_back(service)
+        service.append("a", 1, "disk")
+        for _ in range(3):
+            service.ship(0)
+    else:
+        service.append("a", 3, "disk")
+        for _ in range(3):
+            service.ship(0)
+        for _ in range(4):
+            service.follow([])
+        service.long_outage("a", 3)
+        while len(service.archive.bases(1)) < 2:
+            service.append("a", 1, "disk")
+            service.ship(0)
+    rig = service.follower
+    assert rig is not None
+    shown = rig.shown
+    generation = service.archive.generations()[-1]
+    name = base_name(generation, service.archive.bases(generation)[-1])
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "cut")
+    if case == "promotion":
+        rig.follower.promote.set()
+    for _ in range(6):
+        service.world.clock.ms += 20_000
+        rig.advance()
+    assert rig.shown == shown
+    service.bucket.objects[name] = whole
+
+
+def test_a_follower_behind_a_hole_begins_anew_with_any_whole_base_there(service: Archiving) -> None:  # noqa: F811
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.long_outage("a", 3)
+    while len(service.archive.bases(1)) < 3:
+        service.append("a", 1, "disk")
+        service.ship(0)
+    name = base_name(1, service.archive.bases(1)[-1])
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "cut")
+    for _ in range(6):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    assert service.follower is not None
+    assert service.follower.shown == max(service.moments)
+    service.bucket.objects[name] = whole
+
+
+def test_a_follower_begins_with_an_older_base_if_an_index_is_damaged(service: Archiving) -> None:  # noqa: F811
+    ship_bases(service)
+    *older, last = service.archive.bases(1)
+    names = {ref.name for number in older for ref in service.archive.base(1, number)[0].files}
+    files = service.archive.base(1, last)[0].files
+    name = next(ref.name for ref in files if ref.path.endswith(".idx") and ref.name not in names)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "changed")
+    for _ in range(6):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    assert service.follower is not None
+    assert service.follower.shown == max(service.moments)
+    service.bucket.objects[name] = whole
+
+
+def test_the_moment_of_a_base_has_no_file_from_before_it(tmp_path: Path) -> None:
+    """A stage went just before a base, without a change of the logs: the base was named by an old piece."""
+    data_dir = str(tmp_path / "data")
+    os.mkdir(data_dir)
+    rig = Rig(data_dir)
+    rig.append("t", b"1")
+    archive = Archive(open_archive(FS, str(tmp_path / "archive")))
+    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.settled_ends))
+    shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
+    shipper.begin()
+    shipper.base()
+    Stages(data_dir, 3_600_000, lambda: 1 << 40).make("t", "txn", lay_out([(b"", b"", b'"staged"', b"")]))
+    for number in range(2, 5):
+        rig.append("t", b"%d" % number)
+        shipper.ship()
+    Compaction(rig).cut()
+    shipper.ship()
+    for path in Path(layout.stages_dir(data_dir)).iterdir():
+        path.unlink()
+    shipper.base()
+    rig.shard.close()
+    rig.close()
+    base, _ = archive.base(1, archive.bases(1)[-1])
+    piece, _ = archive.piece(1, base.number)
+    assert all(file.piece >= base.first_piece for file in piece.txn)
+
+
+def archiver_begins_beside_damage(service: Archiving) -> tuple[int, dict[str, bytes]]:  # noqa: F811
+    """An archiver starts beside a damaged newest base, and makes another one, by which a piece becomes a moment. Return
+    (its number, the whole base before it by its name).
+    """
+    name = base_name(1, service.archive.bases(1)[-1])
+    whole = {name: service.bucket.objects[name]}
+    service.bucket.objects[name] = harmed(whole[name], "cut")
+    service.archiver_dies(0)
+    service.append("a", 2, "archived")
+    while base_name(1, service.archive.bases(1)[-1]) == name:
+        service.ship(0)
+    number = service.archive.bases(1)[-1]
+    assert not service.archive.piece(1, number)[0].is_moment
+    assert service.archive.last_piece(1, number) == number
+    return number, whole
+
+
+def promoted(service: Archiving) -> int:  # noqa: F811
+    """Promote the follower; return the piece of the moment from which it leads."""
+    rig = service.follower
+    assert rig is not None
+    rig.follower.promote.set()
+    for _ in range(4):
+        rig.follower.step()
+        assert rig.follower.exit_code is None or rig.leads, "nothing is copied again"
+        if rig.leads:
+            break
+    note = read_note(OsFileSystem(), rig.settings.data_dir)
+    assert note is not None
+    assert note.leads
+    return note.piece
+
+
+def test_a_promotion_beside_a_damaged_base_leads_from_what_was_acknowledged(service: Archiving) -> None:  # noqa: F811
+    """It led from the moment before, without two records that counted as archived."""
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    number, whole = archiver_begins_beside_damage(service)
+    acknowledged = service.leader.archived()
+    assert promoted(service) == number
+    assert acknowledged["a"].items() <= service.history[1, number]["a"].items()
+    service.bucket.objects.update(whole)
+
+
+def test_a_follower_shows_and_keeps_the_moment_of_a_base_that_is_damaged_by_now(service: Archiving) -> None:  # noqa: F811
+    ship_bases(service)
+    number, whole = archiver_begins_beside_damage(service)
+    name = base_name(1, number)
+    whole[name] = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole[name], "cut")
+    for _ in range(5):
+        service.follow([])
+    assert service.follower is not None
+    assert service.follower.shown == (1, number)
+    assert promoted(service) == number
+    service.bucket.objects.update(whole)
+
+
+@pytest.mark.parametrize("behind", ["nothing", "part", "hole"])
+def test_a_promotion_counts_a_base_that_came_after_its_piece(service: Archiving, behind: str) -> None:  # noqa: F811
+    """The follower had passed the piece by: it was no moment yet."""
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    number, whole = archiver_begins_beside_damage(service)
+    name = base_name(1, number)
+    base = service.bucket.objects.pop(name)
+    service.follow([])
+    assert service.follower is not None
+    assert service.follower.replica.laid_piece == number > service.follower.replica.note.piece
+    service.bucket.objects[name] = base
+    if behind != "nothing":
+        piece, _ = service.archive.piece(1, number)
+        first, *others = piece.ends
+        file_no, offset = first.position.file_no, first.position.offset + 8 * (behind == "hole")
+        ends = [replace(first, position=WalPosition(file_no, offset + 8), last_bytes=bytes(8)), *others]
+        next_ = replace(piece, number=number + 1, parts=[LogPart(0, file_no, offset, 8)], ends=ends, txn=[])
+        service.bucket.objects[piece_name(1, number + 1)] = encode(next_, [bytes(8)])
+        service.follower.replica.step()
+        assert service.follower.replica.has_hole == (behind == "hole")
+    assert promoted(service) == number
+    service.bucket.objects.update(whole)
+
+
+def test_a_follower_says_once_that_the_newest_base_is_damaged(service: Archiving) -> None:  # noqa: F811
+    """Every ten seconds it said that the archive cannot be followed, and it took every moment."""
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    assert service.follower is not None
+    last = service.archive.bases(1)[-1]
+    with capture_logs() as logs:
+        while service.archive.bases(1)[-1] == last:
+            service.append("d", 1, "disk")
+            service.ship(0)
+        name = base_name(1, service.archive.bases(1)[-1])
+        whole = service.bucket.objects[name]
+        service.bucket.objects[name] = harmed(whole, "cut")
+        for _ in range(4):
+            service.append("d", 1, "disk")
+            service.world.clock.ms += 20_000
+            service.leader.step(0)
+            service.follow([])
+    told = [line["event"] for line in logs if name in line.get("reason", "")]
+    assert [line for line in told if "base cannot be taken" in line] == told
+    assert len(told) == 1
+    service.bucket.objects[name] = whole
