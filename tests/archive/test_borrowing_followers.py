@@ -33,6 +33,11 @@ from topics.storage.pins import Pin, PinFiles, new_pin_id, pins_dir
 @pytest.fixture
 def service() -> Iterator[Archiving]:
     """A service with sealed segments in the archive's base."""
+    yield from with_segments()
+
+
+def with_segments() -> Iterator[Archiving]:
+    """A service with sealed segments in the archive's base."""
     with small_world():
         found = Archiving.__new__(Archiving)
         Archiving.begin(found, backlog=1 << 30, answers=False)

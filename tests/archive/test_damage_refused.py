@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,13 +13,12 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from tests.archive.archiving import Archiving, harmed
+from tests.archive.archiving import Archiving, harmed, small_world
 from tests.archive.test_borrowing import FS
-from tests.archive.test_borrowing_followers import follower, missing
-from tests.archive.test_borrowing_followers import service as lent  # noqa: F401
+from tests.archive.test_borrowing_followers import follower, missing, with_segments
 from tests.archive.test_borrowing_followers import ship_bases as ship_more
-from tests.archive.test_damaged_bases import Based, based  # noqa: F401
-from tests.archive.test_simulation import _small, follow_and_go_back, service, ship_bases  # noqa: F401
+from tests.archive.test_damaged_bases import Based
+from tests.archive.test_simulation import begun, follow_and_go_back, ship_bases, stay_behind_a_hole
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive.restoring import Restore, WantedMoment, plan
@@ -42,8 +42,29 @@ from topics.storage.logfile import WalPosition
 from topics.storage.origin import Origin, RunningEnds
 
 
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with small_world():
+        yield
+
+
+@pytest.fixture
+def based(tmp_path: Path) -> Based:
+    return Based(tmp_path)
+
+
+@pytest.fixture
+def service() -> Iterator[Archiving]:
+    yield from begun(0)
+
+
+@pytest.fixture
+def lent() -> Iterator[Archiving]:
+    yield from with_segments()
+
+
 @pytest.mark.parametrize("what", ["base", "piece"])
-def test_a_record_is_not_looked_for_in_later_moments_alone(based: Based, what: str) -> None:  # noqa: F811
+def test_a_record_is_not_looked_for_in_later_moments_alone(based: Based, what: str) -> None:
     """Without a word the restore gave a later moment, in which the record was deleted."""
     if what == "base":
         based.damage(base_name(1, based.first))
@@ -56,9 +77,7 @@ def test_a_record_is_not_looked_for_in_later_moments_alone(based: Based, what: s
 
 
 def test_a_damaged_file_that_all_bases_have_is_read_once(
-    based: Based,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    based: Based, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A restore fetched everything again for each base."""
     of = [{ref.name for ref in based.archive.base(1, number)[0].files} for number in based.archive.bases(1)]
@@ -74,7 +93,7 @@ def test_a_damaged_file_that_all_bases_have_is_read_once(
     assert len(runs) == 1
 
 
-def test_a_follower_that_may_not_end_its_loan_takes_new_bases(lent: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_follower_that_may_not_end_its_loan_takes_new_bases(lent: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never looked for a base again, nor for a generation."""
 
     def denied(_name: str) -> NoReturn:
@@ -92,22 +111,14 @@ def test_a_follower_that_may_not_end_its_loan_takes_new_bases(lent: Archiving, m
 
 
 @pytest.mark.parametrize("case", ["generation", "promotion"])
-def test_a_follower_keeps_what_it_has_if_nothing_newer_can_be_copied(service: Archiving, case: str) -> None:  # noqa: F811
+def test_a_follower_keeps_what_it_has_if_nothing_newer_can_be_copied(service: Archiving, case: str) -> None:
     if case == "generation":
         follow_and_go_back(service)
         service.append("a", 1, "disk")
         for _ in range(3):
             service.ship(0)
     else:
-        service.append("a", 3, "disk")
-        for _ in range(3):
-            service.ship(0)
-        for _ in range(4):
-            service.follow([])
-        service.long_outage("a", 3)
-        while len(service.archive.bases(1)) < 2:
-            service.append("a", 1, "disk")
-            service.ship(0)
+        stay_behind_a_hole(service, bases=2)
     rig = service.follower
     assert rig is not None
     shown = rig.shown
@@ -124,28 +135,19 @@ def test_a_follower_keeps_what_it_has_if_nothing_newer_can_be_copied(service: Ar
     service.bucket.objects[name] = whole
 
 
-def test_a_follower_behind_a_hole_begins_anew_with_any_whole_base_there(service: Archiving) -> None:  # noqa: F811
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
-    service.long_outage("a", 3)
-    while len(service.archive.bases(1)) < 3:
-        service.append("a", 1, "disk")
-        service.ship(0)
+def test_a_follower_behind_a_hole_begins_anew_with_any_whole_base_there(service: Archiving) -> None:
+    rig = stay_behind_a_hole(service, bases=3)
     name = base_name(1, service.archive.bases(1)[-1])
     whole = service.bucket.objects[name]
     service.bucket.objects[name] = harmed(whole, "cut")
     for _ in range(6):
         service.world.clock.ms += 20_000
         service.follow([])
-    assert service.follower is not None
-    assert service.follower.shown == max(service.moments)
+    assert rig.shown == max(service.moments)
     service.bucket.objects[name] = whole
 
 
-def test_a_follower_begins_with_an_older_base_if_an_index_is_damaged(service: Archiving) -> None:  # noqa: F811
+def test_a_follower_begins_with_an_older_base_if_an_index_is_damaged(service: Archiving) -> None:
     ship_bases(service)
     *older, last = service.archive.bases(1)
     names = {ref.name for number in older for ref in service.archive.base(1, number)[0].files}
@@ -188,7 +190,7 @@ def test_the_moment_of_a_base_has_no_file_from_before_it(tmp_path: Path) -> None
     assert all(file.piece >= base.first_piece for file in piece.txn)
 
 
-def archiver_begins_beside_damage(service: Archiving) -> tuple[int, dict[str, bytes]]:  # noqa: F811
+def archiver_begins_beside_damage(service: Archiving) -> tuple[int, dict[str, bytes]]:
     """An archiver starts beside a damaged newest base, and makes another one, by which a piece becomes a moment. Return
     (its number, the whole base before it by its name).
     """
@@ -205,7 +207,7 @@ def archiver_begins_beside_damage(service: Archiving) -> tuple[int, dict[str, by
     return number, whole
 
 
-def promoted(service: Archiving) -> int:  # noqa: F811
+def promoted(service: Archiving) -> int:
     """Promote the follower; return the piece of the moment from which it leads."""
     rig = service.follower
     assert rig is not None
@@ -221,7 +223,7 @@ def promoted(service: Archiving) -> int:  # noqa: F811
     return note.piece
 
 
-def test_a_promotion_beside_a_damaged_base_leads_from_what_was_acknowledged(service: Archiving) -> None:  # noqa: F811
+def test_a_promotion_beside_a_damaged_base_leads_from_what_was_acknowledged(service: Archiving) -> None:
     """It led from the moment before, without two records that counted as archived."""
     ship_bases(service)
     for _ in range(4):
@@ -233,7 +235,7 @@ def test_a_promotion_beside_a_damaged_base_leads_from_what_was_acknowledged(serv
     service.bucket.objects.update(whole)
 
 
-def test_a_follower_shows_and_keeps_the_moment_of_a_base_that_is_damaged_by_now(service: Archiving) -> None:  # noqa: F811
+def test_a_follower_shows_and_keeps_the_moment_of_a_base_that_is_damaged_by_now(service: Archiving) -> None:
     ship_bases(service)
     number, whole = archiver_begins_beside_damage(service)
     name = base_name(1, number)
@@ -248,7 +250,7 @@ def test_a_follower_shows_and_keeps_the_moment_of_a_base_that_is_damaged_by_now(
 
 
 @pytest.mark.parametrize("behind", ["nothing", "part", "hole"])
-def test_a_promotion_counts_a_base_that_came_after_its_piece(service: Archiving, behind: str) -> None:  # noqa: F811
+def test_a_promotion_counts_a_base_that_came_after_its_piece(service: Archiving, behind: str) -> None:
     """The follower had passed the piece by: it was no moment yet."""
     ship_bases(service)
     for _ in range(4):
@@ -273,7 +275,7 @@ def test_a_promotion_counts_a_base_that_came_after_its_piece(service: Archiving,
     service.bucket.objects.update(whole)
 
 
-def test_a_follower_says_once_that_the_newest_base_is_damaged(service: Archiving) -> None:  # noqa: F811
+def test_a_follower_says_once_that_the_newest_base_is_damaged(service: Archiving) -> None:
     """Every ten seconds it said that the archive cannot be followed, and it took every moment."""
     ship_bases(service)
     for _ in range(4):

@@ -212,16 +212,17 @@ def test_a_directory_that_went_back_begins_a_generation(service: Archiving) -> N
 @pytest.fixture
 def service() -> Iterator[Archiving]:
     """A service without a backlog. At the end its first and last moments are restored."""
-    yield from _service(0)
+    yield from begun(0)
 
 
 @pytest.fixture
 def keeping() -> Iterator[Archiving]:
     """A service that keeps its logs until they are in the archive."""
-    yield from _service(1 << 30)
+    yield from begun(1 << 30)
 
 
-def _service(backlog: int) -> Iterator[Archiving]:
+def begun(backlog: int) -> Iterator[Archiving]:
+    """A service with such a backlog. At the end its first and last moments are restored."""
     found = Archiving.__new__(Archiving)
     Archiving.begin(found, backlog=backlog, answers=False)
     yield found
@@ -458,31 +459,38 @@ def test_a_follower_begins_with_an_older_base_if_the_newest_one_is_damaged(servi
     service.bucket.objects[name] = whole
 
 
-def test_a_follower_keeps_what_it_has_if_the_base_behind_a_hole_is_damaged(service: Archiving) -> None:
-    """It gave up everything, and served nothing until there was another base."""
+def stay_behind_a_hole(service: Archiving, bases: int) -> FollowerRig:
+    """Return a follower that has the moment in front of a hole. The archive has so many bases by then."""
     service.append("a", 3, "disk")
     for _ in range(3):
         service.ship(0)
     for _ in range(4):
         service.follow([])
-    first = max(service.moments)
+    assert service.follower is not None
     service.long_outage("a", 3)
-    while len(service.archive.bases(1)) < 2:
+    while len(service.archive.bases(1)) < bases:
         service.append("a", 1, "disk")
         service.ship(0)
+    return service.follower
+
+
+def test_a_follower_keeps_what_it_has_if_the_base_behind_a_hole_is_damaged(service: Archiving) -> None:
+    """It gave up everything, and served nothing until there was another base."""
+    rig = stay_behind_a_hole(service, bases=2)
+    first = rig.shown
+    assert first is not None
     name = base_name(1, service.archive.bases(1)[-1])
     whole = service.bucket.objects[name]
     service.bucket.objects[name] = harmed(whole, "cut")
     for _ in range(6):
         service.follow([])
-    assert service.follower is not None
-    assert service.follower.shown == first
+    assert rig.shown == first
     with pytest.raises(ArchiveDamagedError, match=f"{name}: .*; no older base"):
         plan(service.archive, WantedMoment())
     service.bucket.objects[name] = whole
     for _ in range(6):
         service.follow([])
-    assert service.follower.shown == max(service.moments)
+    assert rig.shown == max(service.moments)
 
 
 @pytest.mark.parametrize("is_lent", [False, True])
