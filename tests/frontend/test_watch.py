@@ -53,7 +53,7 @@ SESSION = Session({"t": Follow(1, 5)}, PageOptions(256, 1000, frozenset((b"me",)
         (b"application/json", False),
         (b"text/html, application/*", False),
         (b"text/event-streams", False),
-        (b"", False),
+        (b"", True),
     ],
 )
 def test_accept(accept: bytes, allowed: bool) -> None:
