@@ -14,6 +14,7 @@ from topics.client import AsyncClient, Backoff, Client, ClientError, ProducerLim
 from topics.client.queue import AsyncQueue
 
 WRONG = cast("Any", "wrong")
+UNKNOWN = cast("Any", {"limit": 1})
 """A value that no argument below may have."""
 
 
@@ -72,7 +73,7 @@ CALLS: list[tuple[Callable[[Client], Any], str]] = [
     (lambda client: next(client.follow("t", limt=1)), "a watch session has no 'limt': it has consistency,"),
     (lambda client: next(client.follow("t", topics={})), "a watch session has no 'topics'"),
     (lambda client: next(client.follow({})), "positions={}: give at least one topic"),
-    (lambda client: client.producer("t", limit=1), "a producer has no 'limit': it has close_max_s,"),  # type: ignore[call-arg]
+    (lambda client: client.producer("t", **UNKNOWN), "a producer has no 'limit': it has close_max_s,"),
     (lambda client: client.producer("t", limits=WRONG), "limits='wrong': give some like ProducerLimits"),
     (lambda client: client.producer("t", config={"ttl": 1}), "a topic's configuration has no 'ttl'"),
     (lambda client: client.producer("t", close_max_s=WRONG), "close_max_s='wrong': give a number"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.harness import poll
 from topics.api.answers import JobAnswer
@@ -413,7 +414,6 @@ def test_an_address_that_hangs_does_not_use_up_the_time_for_the_next(
 def test_a_loop_that_tries_addresses_by_itself_is_not_told_how(
     script: Callable[..., Script], two_addresses: Callable[[str], None]
 ) -> None:
-    uvloop = pytest.importorskip("uvloop")
     service = script(OK)
     two_addresses("127.0.0.2")
 

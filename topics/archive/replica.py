@@ -141,6 +141,8 @@ class Replica:
                 break
         else:
             self.looked_ms = looked_ms
+        if wanted:
+            self.end_at_base()
         behind = self.archive.last_piece(generation + 1, self._seen_behind) if self.is_over else 0
         has_grown = last > self._seen or behind > self._seen_behind
         self._seen, self._seen_behind = last, behind
@@ -188,10 +190,7 @@ class Replica:
         self._copy_parts(piece, payload)
         self._settle_told(piece)
         # Moments before the base's are none here: the files of transactions that they need may be pruned.
-        is_moment = piece.number >= self.note.base and (
-            piece.is_moment or self.archive.has_base(self.note.generation, piece.number)  # it makes its piece a moment
-        )
-        if is_moment or piece.number == self.note.base:
+        if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
             self._end_moment(piece, payload)
         self.laid_piece = piece.number  # last: until then it can be laid out again
 
@@ -395,9 +394,9 @@ class Replica:
         return True
 
     def end_at_base(self) -> None:
-        """Go to the last moment that is laid out, if it is one only by its base, which came after its piece."""
+        """Go to the last moment that is laid out, if it is one only by its base, which may come after its piece."""
         generation = self.note.generation
-        for number in range(self.laid_piece, self.note.piece, -1):
+        for number in range(self.laid_piece, max(self.note.piece, self.note.base - 1), -1):
             if self.archive.has_base(generation, number):  # a list may be old
                 self._end_moment(*self.archive.piece(generation, number))
                 break
