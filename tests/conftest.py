@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import hypothesis
 import pytest
+import structlog
 from httpx._transports import default as transports
 
 from tests.buckets import SERVERS, ObjectServer, Proxy
@@ -25,6 +26,14 @@ hypothesis.settings.load_profile("topics")
 pytest.MonkeyPatch().setattr(transports, "create_ssl_context", functools.cache(httpx.create_ssl_context))
 
 _numbers = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Commands that a test calls in this process set up its log: the next test has to see each line again."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")

@@ -851,6 +851,66 @@ def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archivin
     assert (follower.shown, replica.note.told) == (max(keeping.moments), [])
 
 
+def test_a_follower_that_was_told_more_stays_there_at_a_hole(service: Archiving) -> None:
+    """It copied the base before the hole again, and showed less than before."""
+    service.leader.answers = True
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.append("a", 8, "disk")
+    service.follow([])
+    rig = service.follower
+    assert rig is not None
+    replica, told = rig.replica, rig.shown_words
+    assert told > tuple([end.word for end in replica.archived_ends])
+    service.leader.answers = False
+    service.leader.helpers.hangs = True
+    service.long_outage("a", 3)
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    assert replica.has_hole
+    assert (rig.replica is replica, rig.shown_words) == (True, told)
+    service.leader.helpers.go_on()
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(8):
+        service.follow([])
+    assert rig.shown == max(service.moments)
+
+
+def test_a_follower_looks_into_the_archive_before_it_asks_the_leader(service: Archiving) -> None:
+    """The archive ended with a part of a moment that the leader had lost. The leader told other bytes first, so each
+    start copied everything again, until there was a base of the next generation.
+    """
+    ship_bases(service)
+    name = base_name(1, service.archive.bases(1)[-1])
+    whole = service.bucket.objects[name]
+    damage(service, name)
+    service.copy_directory()
+    service.archiver_dies(0)
+    service.leader.helpers.hangs = True
+    service.append("a", 3, "disk")
+    service.ship(0)
+    assert not service.archive.piece(1, service.archive.last_piece(1, 0))[0].is_moment
+    service.put_copy_in_its_place()
+    service.append("b", 3, "disk")
+    service.leader.answers = True
+    for _ in range(2):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    replica = rig.replica
+    for _ in range(4):
+        service.follow([])
+    assert (rig.replica is replica, rig.shown) == (True, max(service.moments))
+    service.bucket.objects[name] = whole
+
+
 def test_a_second_archiver_leaves_the_files_of_a_base_alone(keeping: Archiving) -> None:
     """It read a segment with other deletions in it, and put that under the name that the base has."""
     for tag in (0, 1):

@@ -36,6 +36,7 @@ from topics.storage.archive_objects import (
     LogEnd,
     LogStart,
     Piece,
+    joined,
     split_payload,
 )
 from topics.storage.filesystem import FileSystem, names_in, read_all
@@ -223,9 +224,9 @@ class Replica:
         """
         for part, content in split_payload(piece, payload):
             shard, at = part.shard, WalPosition(part.file_no, part.offset)
-            if shard not in self._told:
-                continue
             own, moment = self.laid_ends[shard].position, self._archived_moment[shard].position
+            if shard not in self._told or joined(own, part) is None:
+                continue  # behind a hole nothing can be compared
             start = WalPosition(at.file_no, moment.offset if moment.file_no == at.file_no else 0)  # a frame begins here
             seen = self._copy.read_log(shard, start, at.offset - start.offset) + bytes(content)
             is_there = at.file_no == own.file_no and start.offset + len(seen) >= own.offset
