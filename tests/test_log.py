@@ -12,10 +12,10 @@ import pytest
 
 PROGRAM = """
 import logging
-from topics import log
-log.configure("info", {format!r})
-log.identify("walshard", 1)
-logger = log.get_logger()
+from topics.log import configure_log, get_logger, identify
+configure_log("info", {format!r})
+identify("walshard", 1)
+logger = get_logger()
 logger.debug("unseen")
 logger.info("opened", path="/x", size_bytes=3)
 try:

@@ -31,7 +31,7 @@ def get_logger() -> FilteringBoundLogger:
     return logger
 
 
-def configure(level: str, format: str) -> None:
+def configure_log(level: str, format: str) -> None:
     """Set up the log of this process and of those it forks; `level` and `format` as in Settings."""
     render: Processor = (
         structlog.processors.JSONRenderer(serializer=lambda event, **_: _encode(event).decode())

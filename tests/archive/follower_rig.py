@@ -11,7 +11,7 @@ from tests.storage.page_cache import PageCache
 from tests.walshard.rig import Rig, TestClock
 from topics.archive.follow_main import Follower
 from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
-from topics.archive.promoting import finish_promotion, is_promotion_due, settle_role
+from topics.archive.promoting import finish_promotion, is_promotion_due, take_role
 from topics.archive.replica import Replica, begin_anew
 from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, Role
 from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
@@ -165,7 +165,7 @@ class FollowerRig(Rig):
     def end_promotion(self) -> None:
         """Do what a start does with a service that is about to lead. The rig is closed."""
         self.close()
-        settled = settle_role(self.fs, self.settings, self.clock)
+        settled = take_role(self.fs, self.settings, self.clock)
         assert (settled.follow, settled.archive_url) == (None, URL)
         assert is_promotion_due(self.fs, settled.data_dir)
         finish_promotion(self.fs, settled.data_dir, self.clock)

@@ -114,7 +114,7 @@ class _NotingEnds(RunningEnds):
     """The ends of a leader's logs. They note what it has when they are read."""
 
     def __init__(self, leader: Leader) -> None:
-        super().__init__(leader.rig.shared.control.settled_ends)
+        super().__init__(leader.rig.shared.control.moment_ends)
         self._leader = leader
 
     def read(self) -> list[WalPosition] | None:

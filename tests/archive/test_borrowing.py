@@ -53,7 +53,7 @@ FS = OsFileSystem()
 def ship(rig: Rig, archive: Archive) -> None:
     """Back up a service, which ends then."""
     data_dir = rig.settings.data_dir
-    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.settled_ends))
+    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.moment_ends))
     shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
     shipper.begin()
     shipper.base()

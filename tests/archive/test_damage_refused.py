@@ -170,7 +170,7 @@ def test_the_moment_of_a_base_has_no_file_from_before_it(tmp_path: Path) -> None
     rig = Rig(data_dir)
     rig.append("t", b"1")
     archive = Archive(open_archive(FS, str(tmp_path / "archive")))
-    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.settled_ends))
+    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.moment_ends))
     shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
     shipper.begin()
     shipper.base()

@@ -33,7 +33,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def shipper(rig: Rig, place: str, *, notes_place: bool = True, fs: FileSystem = FS) -> Shipper:
     data_dir = rig.settings.data_dir
-    origin = Origin(fs, data_dir, RunningEnds(rig.shared.control.settled_ends))
+    origin = Origin(fs, data_dir, RunningEnds(rig.shared.control.moment_ends))
     own_id = service_id.keep_id(FS, data_dir)
     return Shipper(Archive(open_archive(FS, place)), origin, own_id, rig.clock, notes_place=notes_place)
 

@@ -39,7 +39,7 @@ def test_a_stage_is_read_once(tmp_path: Path) -> None:
     rig.append("t", b"1")
     staged = Stages(data_dir, 3_600_000, lambda: 1 << 40).make("t", "txn", lay_out([(b"", b"", b'"staged"', b"")]))
     archive, fs = Archive(open_archive(FS, str(tmp_path / "archive"))), Counting()
-    origin = Origin(fs, data_dir, RunningEnds(rig.shared.control.settled_ends))
+    origin = Origin(fs, data_dir, RunningEnds(rig.shared.control.moment_ends))
     shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
     shipper.begin()
     for _ in range(5):

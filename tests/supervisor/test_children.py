@@ -49,11 +49,11 @@ def test_exit_codes_in_words(code: int, shown: str) -> None:
 def test_a_child_ends_where_it_began(body: str, exit_code: int) -> None:
     program = f"""
 import os, sys
-from topics import log
+from topics.log import configure_log
 from topics.supervisor.children import exit_code_of, fork
 def main():
     {body}
-log.configure("error", "json")
+configure_log("error", "json")
 pid = fork("child", 0, main)
 print(exit_code_of(os.waitpid(pid, 0)[1]))
 """
@@ -64,7 +64,7 @@ print(exit_code_of(os.waitpid(pid, 0)[1]))
 def test_a_hangup_waits_until_the_child_wants_it() -> None:
     program = """
 import os, signal
-from topics import log
+from topics.log import configure_log
 from topics.supervisor.children import exit_code_of, fork
 def main():
     os.kill(os.getpid(), signal.SIGHUP)
@@ -73,7 +73,7 @@ def main():
     signal.signal(signal.SIGHUP, lambda number, _: taken.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     return len(taken) * 7
-log.configure("error", "json")
+configure_log("error", "json")
 print(exit_code_of(os.waitpid(fork("child", 0, main), 0)[1]))
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -83,9 +83,9 @@ print(exit_code_of(os.waitpid(fork("child", 0, main), 0)[1]))
 def test_a_child_whose_supervisor_died_during_the_fork_ends_without_a_traceback() -> None:
     program = """
 import os
-from topics import log
+from topics.log import configure_log
 from topics.supervisor.children import fork
-log.configure("info", "json")
+configure_log("info", "json")
 os.getppid = lambda: 1
 pid = fork("child", 0, lambda: print("main ran"))
 os.waitpid(pid, 0)

@@ -84,4 +84,4 @@ def _ends(data_dir: str) -> Iterator[LogEnds]:
     except FileNotFoundError as error:
         why = "its service starts or stops: try again; or it is in a container: back it up in there"
         raise NoMomentError(f"{data_dir}: {why}") from error
-    yield RunningEnds(page.settled_ends)
+    yield RunningEnds(page.moment_ends)

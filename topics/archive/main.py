@@ -52,7 +52,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
 
     archive = Archive(open_archive(fs, settings.archive_url, REQUEST_MS))
-    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends), settings.cold_place)
+    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.moment_ends), settings.cold_place)
 
     def make_shipper() -> Shipper:
         mask = service_id.epoch_mask(fs, settings.data_dir)

@@ -38,7 +38,7 @@ def role_problem(fs: FileSystem, settings: Settings) -> str | None:
     return f"{data_dir} is a copy of the service in {note.url}: {way_out}"
 
 
-def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
+def take_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
     """Return the settings with which to start. A promoted service does not follow. It ships into its own archive, or
     without one into the archive that it followed, and gets another id; its topics get other epochs. Raise OSError, also
     for a `role_problem`.

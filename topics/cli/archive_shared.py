@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from topics import log
 from topics.archive.ownership import OtherShipperError
 from topics.archive.restoring import NotThereError
 from topics.archive.shipping import NoMomentError
+from topics.log import configure_log
 from topics.setting_values import MIB, RefusedValueError, bucket_url
 from topics.storage.archive_objects import ArchiveDamagedError
 from topics.storage.lock import DataDirLocked
@@ -46,7 +46,7 @@ def fill_command(parser: argparse.ArgumentParser, name: str, work: Work, *, abou
 
 
 def _run(name: str, work: Work, options: argparse.Namespace) -> int:
-    log.configure("warning", "console")  # or warnings would be on stdout, before the JSON
+    configure_log("warning", "console")  # or warnings would be on stdout, before the JSON
     try:
         return work(options)
     except NotThereError as error:

@@ -40,7 +40,7 @@ _NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))  # words in
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
-_log = get_logger()
+log = get_logger()
 
 
 class App:
@@ -113,8 +113,8 @@ class App:
             await self._refuse(error.with_traceback(None), scope, send)
         except (ClientGoneError, ConnectionError):
             return None
-        except Exception:  # noqa: BLE001 — any fault has an answer for the client and a line for the operator
-            _log.exception("request failed", method=scope["method"], path=scope["path"])
+        except Exception:
+            log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
         finally:
             self._access.release(scope)

@@ -55,7 +55,7 @@ from topics.storage.pins import PinFiles, pins_dir
 from topics.storage.segment_store import SegmentSource
 from topics.storage.wal import room_left_bytes
 
-_log = get_logger()
+log = get_logger()
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     gateway = Gateway(
         shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms, settings.archive_wait_ms, arrived
     )
-    expiry = ExpiryClock(clock, _log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
+    expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
     cold = None if store is None else ColdTier(store, clock, settings.cold_read_timeout_ms)
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
     note = read_borrowed(fs, settings.data_dir)
@@ -151,7 +151,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms, room_bytes))
     probes = ProbeRoutes(shared.control, clock)
     console = ConsoleRoutes(access)
-    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends))
+    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.moment_ends))
     routes = [
         topics,
         append,
@@ -163,7 +163,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
         work,
         CursorRoutes(gateway, reader, catching_up, settings, cell, access.require_leader),
         TxnRoutes(
-            append, coordinator, reader, topics.settled, settings, topic_quota, bytes_quota, access.require_leader
+            append, coordinator, reader, topics.evicted, settings, topic_quota, bytes_quota, access.require_leader
         ),
         ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock, borrowed),
         TailRoutes(shared.control, origin, clock, settings.advertise_url or ""),

@@ -64,7 +64,7 @@ HEARTBEAT_STALE_MS: Final = 5_000
 
 LATENCY_BUCKETS: Final = 24
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
-SETTLE_TRIES_MAX: Final = 200
+MOMENT_TRIES_MAX: Final = 200
 
 
 def _fields(words: str) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ class ControlPage:
         absorbed = self.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{shard:02d}")
         return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)
 
-    def settled_ends(self) -> list[int] | None:
+    def moment_ends(self) -> list[int] | None:
         """Return the values that `committed` had in all shards at one time; None if nobody can tell now.
 
         A shard notes its end before anybody sees what it wrote. So if two readings in a row are the same, no log has an
@@ -314,13 +314,13 @@ class ControlPage:
         """
         cells = [self.cell(Role.WALSHARD, shard) for shard in range(self.shards)]
         words = [cell.get("committed") for cell in cells]
-        for _ in range(SETTLE_TRIES_MAX):
+        for _ in range(MOMENT_TRIES_MAX):
             before, words = words, [cell.get("committed") for cell in cells]
             if before == words:
-                is_settled = all(words) and not any(
+                is_moment = all(words) and not any(
                     cell.get("state") == ProcessState.RECOVERING or cell.get("lost_tails") for cell in cells
                 )
-                return words if is_settled else None
+                return words if is_moment else None
         return None
 
     def shipped(self, shard: int) -> int:

@@ -24,7 +24,7 @@ PLAN_RETRY = Retry(total_s=5.0)
 BEHIND_PAUSE_S = 0.25
 """The time until a follower that is behind is asked again."""
 
-_log = logging.getLogger("topics.spark")
+log = logging.getLogger("topics.spark")
 
 
 class ReadPlan(NamedTuple):
@@ -124,7 +124,7 @@ def delivered(topic: str, items: Iterable[pa.RecordBatch | Gap], plan: ReadPlan)
         else:
             count = "an unknown number of" if item.last_seq is None else f"{item.last_seq - item.first_seq + 1}"
             which = f"{item.first_seq} to {item.last_seq}, reason {item.reason}"
-            _log.warning("topic %s: %s records are lost and left out: %s", topic, count, which)
+            log.warning("topic %s: %s records are lost and left out: %s", topic, count, which)
 
 
 def batches_and_gaps(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch | Gap]:

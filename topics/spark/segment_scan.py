@@ -36,7 +36,7 @@ BATCH_BYTES: Final = 16 * 2**20
 """Memory of an executor that a batch takes at most, roughly; a single record may be larger."""
 DAMAGED: Final = "damaged"
 
-_log = logging.getLogger("topics.spark")
+log = logging.getLogger("topics.spark")
 
 
 def check_directories(directories: Directories, segments: Iterable[ManifestSegment]) -> None:
@@ -177,7 +177,7 @@ class SegmentScan:
         return found
 
     def _damaged(self, first_seq: int, last_seq: int, damage: CorruptSegment) -> Gap:
-        _log.error("topic %s: records %s to %s: %s", self._topic, first_seq, last_seq, damage)
+        log.error("topic %s: records %s to %s: %s", self._topic, first_seq, last_seq, damage)
         return Gap(first_seq, last_seq, DAMAGED, str(damage))
 
 
@@ -237,7 +237,7 @@ def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tup
             except ServiceBusyError as refused:
                 if refused.detail.get("limit") != "pins":
                     raise
-                _log.warning("topic %s is read over HTTP, not from its files: %s", topic, refused)
+                log.warning("topic %s is read over HTTP, not from its files: %s", topic, refused)
                 continue
             found[topic] = manifest, segments
             pins += of_topic_pins
@@ -291,7 +291,7 @@ def end_pins(client: Client, pins: Iterable[Pinned]) -> None:
         except (ServiceBusyError, UnreachableError):
             return
         except ClientError as error:
-            _log.warning("a pin of topic %s was not ended: %s", pin.topic, error)
+            log.warning("a pin of topic %s was not ended: %s", pin.topic, error)
 
 
 def read_part(one: Range, sealed: Sealed, plan: ReadPlan) -> Iterator[pa.RecordBatch]:
@@ -330,7 +330,7 @@ class _PartReader:
             try:
                 yield from self._from_file(segment, begin, end)
             except FileNotFoundError as missing:
-                _log.warning("topic %s: %s is not there, the service is asked instead", one.topic, missing.filename)
+                log.warning("topic %s: %s is not there, the service is asked instead", one.topic, missing.filename)
                 yield from self._without_file(begin, end)
             cursor = end
         yield from self._over_http(cursor, one.to_seq)
@@ -399,7 +399,7 @@ class _Renewal:
                 for topic, pin in self._pins:
                     client.call(calls.renew_pin(topic, pin, PIN_TTL_MS))
         except ClientError as error:
-            _log.warning("pins were not renewed: %s", error)
+            log.warning("pins were not renewed: %s", error)
 
 
 @lru_cache(maxsize=8)

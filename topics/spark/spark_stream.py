@@ -23,7 +23,7 @@ from topics.spark.options import TopicsSparkError
 from topics.spark.segment_scan import Pinned, end_pins
 from topics.spark.sink import Stager, all_staged
 
-_log = logging.getLogger("topics.spark")
+log = logging.getLogger("topics.spark")
 
 
 class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -67,7 +67,7 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
                 found[topic] = mark
                 if topic not in self._waiting:
                     where = (topic, self._options.service.url, head.seq, mark.seq)
-                    _log.warning("topic %s: %s follows another service and has up to %s; the query waits at %s", *where)
+                    log.warning("topic %s: %s follows another service and has up to %s; the query waits at %s", *where)
         self._waiting = frozenset(found)
         return found
 

@@ -56,18 +56,18 @@ class LogPlace(NamedTuple):
 
 
 class RunningEnds:
-    """The ends of a running service's logs: each is the end of a write. `settled_ends` is the method of its control
+    """The ends of a running service's logs: each is the end of a write. `moment_ends` is the method of its control
     page (`shm/control.py`).
     """
 
     has_end = True
 
-    def __init__(self, settled_ends: Callable[[], list[int] | None]) -> None:
-        self._settled_ends = settled_ends
+    def __init__(self, moment_ends: Callable[[], list[int] | None]) -> None:
+        self._moment_ends = moment_ends
 
     def read(self) -> list[WalPosition] | None:
         """Return the ends of the logs, by shard, as they all were at one time; None if that cannot be told now."""
-        words = self._settled_ends()
+        words = self._moment_ends()
         return None if words is None else list(map(WalPosition.of_word, words))
 
 

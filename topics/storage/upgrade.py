@@ -79,7 +79,7 @@ class RoutedCopies:
 
     def problem(self) -> str | None:
         """Return why this release must not start on the data, and the way out; None if it may."""
-        names = sorted(name for name, feed in self._feeds.items() if not self._is_settled(feed))
+        names = sorted(name for name, feed in self._feeds.items() if not self._is_copied(feed))
         if not names:
             return None
         return (
@@ -88,7 +88,7 @@ class RoutedCopies:
             f"intervals (2 minutes by default), stop it with SIGTERM, then start this version"
         )
 
-    def _is_settled(self, feed: FeedFrameBody) -> bool:
+    def _is_copied(self, feed: FeedFrameBody) -> bool:
         # 0.1.0 logged the copies of a full dest at once, and made no more while it was full.
         if not feed.routers or feed.full or not feed.source_topic_id:
             return True

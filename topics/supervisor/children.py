@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from topics import log
 from topics.core.clock import Clock, doubled_ms
 from topics.core.keys import KeyRing
+from topics.log import get_logger, identify
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED, Cell, ProcessState
 from topics.shm.instance import SharedMemory
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_logger = log.get_logger()
+log = get_logger()
 
 
 class ChildMains(NamedTuple):
@@ -43,7 +43,7 @@ class ChildMains(NamedTuple):
     follower: Callable[[Settings, SharedMemory, int], int]
     reshard: Callable[[Settings, SharedMemory], int]
     needs_reshard: Callable[[Settings], bool]
-    settle_role: Callable[[Settings], Settings]
+    take_role: Callable[[Settings], Settings]
     """Returns the settings for the service's present role: a follower may have been promoted."""
 
 
@@ -79,7 +79,7 @@ class Child:
         self._incarnation = 0
         self._started_ms = 0
         self._restart_delay = RestartDelay()
-        self._log = _logger.bind(process=name, index=index)
+        self._log = log.bind(process=name, index=index)
 
     def start(self) -> None:
         """Fork the process. A fork that fails counts as a life of 0 ms."""
@@ -161,9 +161,9 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
         if _set_up(name, index, parent_pid):
             exit_code = main()
         else:
-            _logger.info("not started: the supervisor ended during the fork")
+            log.info("not started: the supervisor ended during the fork")
     except BaseException:
-        _logger.exception("process crashed")
+        log.exception("process crashed")
     finally:
         try:
             sys.stdout.flush()
@@ -174,7 +174,7 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
 
 def _set_up(name: str, index: int, parent_pid: int) -> bool:
     """Make this process a child of the supervisor. False when that has ended meanwhile."""
-    log.identify(name, index)
+    identify(name, index)
     _libc.prctl(_PR_SET_NAME, f"{name}-{index}".encode(), 0, 0, 0)
     # When the supervisor dies, nobody restarts children any more: let this one get SIGTERM then, drain and end.
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:

@@ -156,7 +156,7 @@ def _child_mains() -> ChildMains:
         follower=run_follower,
         reshard=preparing.run,
         needs_reshard=preparing.is_needed,
-        settle_role=preparing.settle_role,
+        take_role=preparing.take_role,
     )
 
 

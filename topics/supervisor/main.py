@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from typing import Final
 
-from topics import __version__, log
+from topics import __version__
 from topics.core.clock import SETTLE_MS, STEP_MAX_MS, Clock, SystemClock, offset_at_start
 from topics.core.keys import KeyRing
+from topics.log import configure_log, get_logger, identify
 from topics.settings import PREFIX, Settings, read_keys
 from topics.shm import shm_names
 from topics.shm.control import EXIT_AGAIN, ControlPage, ProcessState, Role
@@ -32,7 +33,7 @@ LOCK_RETRY_MS: Final = 50
 LOCK_BRIEF_MS: Final = 500
 """Time to wait for the lock: longer than a process holds it that only reads the lock's state."""
 
-_logger = log.get_logger()
+log = get_logger()
 
 
 class StartError(Exception):
@@ -51,9 +52,9 @@ def serve(
     """Run the service until it is stopped; return its exit code. Raise SettingsError, StartError."""
     keys = read_keys(settings)
     clock = clock or SystemClock()
-    log.configure(settings.log_level, settings.log_format)
-    log.identify("supervisor")
-    _logger.info("starting", version=__version__, pid=os.getpid(), settings=settings.masked())
+    configure_log(settings.log_level, settings.log_format)
+    identify("supervisor")
+    log.info("starting", version=__version__, pid=os.getpid(), settings=settings.masked())
     _log_authentication(settings, keys)
     with Signals() as signals, ExitStack() as behind, _refused():
         if shortage := raise_limits(settings):
@@ -64,7 +65,7 @@ def serve(
         behind.callback(lock.release)
         with _refused(f"data directory {settings.data_dir} cannot be written"):
             write_path = choose_write_path(settings.data_dir)
-        settings = _settle_role(mains, settings)
+        settings = _take_role(mains, settings)
         if inherited:
             listeners = share(inherited, settings.frontends)
         else:
@@ -76,7 +77,7 @@ def serve(
         if settings.port_file:
             write_port_file(settings.port_file, address)
             behind.callback(_remove, settings.port_file)
-        _logger.info("listening", address=address, inherited=bool(inherited), write_path=write_path.name.lower())
+        log.info("listening", address=address, inherited=bool(inherited), write_path=write_path.name.lower())
 
         while True:
             shared = _share(settings, statvfs)
@@ -101,17 +102,17 @@ def serve(
                 exit_code, keys = service.run(reshard=reshard), service.keys
                 header.set("state", ProcessState.STOPPED)
             if exit_code != EXIT_AGAIN:
-                _logger.info("stopped", exit=exit_code)
+                log.info("stopped", exit=exit_code)
                 return exit_code
             # Free the memory of this life before the next one takes its own. The supervisor is in a reference cycle.
             del shared, header, life, service
             gc.collect()
-            settings = _settle_role(mains, settings)
+            settings = _take_role(mains, settings)
 
 
-def _settle_role(mains: ChildMains, settings: Settings) -> Settings:
+def _take_role(mains: ChildMains, settings: Settings) -> Settings:
     with _refused(f"data directory {settings.data_dir} cannot be used"):
-        return mains.settle_role(settings)
+        return mains.take_role(settings)
 
 
 @contextmanager
@@ -130,9 +131,9 @@ def _refused(what: str | None = None) -> Iterator[None]:
 
 def _log_authentication(settings: Settings, keys: KeyRing) -> None:
     if keys.keys:
-        _logger.info("authentication is on", keys=len(keys.keys))
+        log.info("authentication is on", keys=len(keys.keys))
     else:
-        _logger.warning(
+        log.warning(
             "AUTHENTICATION IS OFF: everybody who reaches this address may read, write and delete everything",
             host=settings.host,
             way_out=f"set {PREFIX}API_KEYS_FILE or {PREFIX}API_KEYS",
@@ -153,7 +154,7 @@ def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock 
                 raise
             if orphans and not is_waiting:
                 is_waiting = True
-                _logger.warning("waiting for the processes of a killed service to end", supervisor_pid=refusal.pid)
+                log.warning("waiting for the processes of a killed service to end", supervisor_pid=refusal.pid)
         if signals.wait(LOCK_RETRY_MS) in STOP:
             return None
 
@@ -166,7 +167,7 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     with _refused(f"data directory {settings.data_dir} cannot be written"):
         keep_ends(OsFileSystem(), settings.data_dir, identity)
     if stale := shm_names.unlink_all(identity):
-        _logger.warning("removed shared memory of a service that was killed", objects=stale)
+        log.warning("removed shared memory of a service that was killed", objects=stale)
     if shortage := shared_memory_shortage(settings, statvfs):
         raise StartError(shortage)
     with _refused(f"shared memory cannot be created in {shm_names.SHM_ROOT}"):
@@ -194,13 +195,13 @@ def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
     try:
         last = read_clock(OsFileSystem(), settings.data_dir)
     except OSError as error:
-        _logger.warning("meta/clock.json cannot be read, so the wall clock is trusted", reason=str(error))
+        log.warning("meta/clock.json cannot be read, so the wall clock is trusted", reason=str(error))
         return None
     offset_ms = offset_at_start(last, boot_id(), clock)
     if last is not None and offset_ms is not None:
         ahead_ms = clock.now_ms() - clock.monotonic_ms() - offset_ms
         if ahead_ms > STEP_MAX_MS:
-            _logger.warning(
+            log.warning(
                 "the clock is ahead of the time that the last service went by: nothing expires by it for a while",
                 by_ms=ahead_ms,
                 same_boot=last.boot_id == boot_id(),

@@ -4,11 +4,11 @@ the logs for all shards.
 
 from __future__ import annotations
 
-from topics import log
 from topics.archive import promoting
 from topics.core.clock import SystemClock
 from topics.core.fold import FoldError
 from topics.core.names import owner_shard
+from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED
 from topics.shm.instance import SharedMemory
@@ -21,15 +21,15 @@ from topics.storage.snapshot import UnknownSnapshotVersion, plan_move
 from topics.storage.upgrade import check_upgrade, has_mark, write_mark
 from topics.storage.wal import WalSyncError, WalWriteError
 
-_logger = log.get_logger()
+log = get_logger()
 
 
-def settle_role(settings: Settings) -> Settings:
+def take_role(settings: Settings) -> Settings:
     """Return the settings for the service's present role. Raise OSError if they do not fit the data directory, or if
     its notes are damaged: every frontend would die of that.
     """
     fs = OsFileSystem()
-    settings = promoting.settle_role(fs, settings, SystemClock())
+    settings = promoting.take_role(fs, settings, SystemClock())
     epoch_mask(fs, settings.data_dir)
     read_borrowed(fs, settings.data_dir)
     return settings
@@ -64,7 +64,7 @@ def run(settings: Settings, shared: SharedMemory) -> int:
     try:
         if promoting.is_promotion_due(fs, settings.data_dir):
             topics = promoting.finish_promotion(fs, settings.data_dir, SystemClock())
-            _logger.info("promoted: this service leads", topics=topics)
+            log.info("promoted: this service leads", topics=topics)
         marked = has_mark(fs, settings.data_dir)
         report = reshard.finish_swap(fs, settings.data_dir)
         if not marked:
@@ -84,11 +84,11 @@ def run(settings: Settings, shared: SharedMemory) -> int:
         if not marked:
             write_mark(fs, settings.data_dir)
     except (RefusedLog, UnknownSnapshotVersion, FoldError) as error:
-        _logger.error("the log cannot be used as it is", reason=str(error))
+        log.error("the log cannot be used as it is", reason=str(error))
         return EXIT_REFUSED
     except (WalWriteError, WalSyncError, OSError) as error:
-        _logger.error("the logs could not be prepared", reason=str(error))
+        log.error("the logs could not be prepared", reason=str(error))
         return 1
     for line in report:
-        _logger.warning("prepared the logs", note=line)
+        log.warning("prepared the logs", note=line)
     return 0

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Self
 
-from topics import log
 from topics.core.clock import Clock
 from topics.core.keys import KeyRing
+from topics.log import get_logger
 from topics.settings import Settings, SettingsError, read_keys
 from topics.shm.control import EXIT_AGAIN, EXIT_NEXT_LIFE, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
@@ -58,7 +58,7 @@ BEAT_MS: Final = 1000
 SAME_STOP_MS: Final = 1000
 """Stop signals within this time are one: `timeout` and terminals signal twice. A later one means: do not wait."""
 
-_logger = log.get_logger()
+log = get_logger()
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class Supervisor:
         for child in self._frontends:
             child.start()
         if reshard:
-            _logger.info("preparing the logs", shards=self._settings.wal_shards)
+            log.info("preparing the logs", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
             self._reshard = Child("reshard", 0, partial(self._run, None, 0), None, self._clock)
             self._reshard.start()
@@ -177,7 +177,7 @@ class Supervisor:
             self._notify.stopping()
             self._close_listeners()
         elif self._clock.monotonic_ms() - self._stop_began_ms > SAME_STOP_MS:
-            _logger.warning("signal received again, killing what still runs", signal=number.name)
+            log.warning("signal received again, killing what still runs", signal=number.name)
             self._exit_code = self._exit_code or EXIT_FORCED
             self._kill_all()
 
@@ -188,9 +188,9 @@ class Supervisor:
         try:
             self.keys = read_keys(self._settings, serial)
         except SettingsError as error:
-            _logger.error("keys not reloaded, the former ones stay", problems=error.problems)
+            log.error("keys not reloaded, the former ones stay", problems=error.problems)
         else:
-            _logger.info("keys reloaded", keys=len(self.keys.keys))
+            log.info("keys reloaded", keys=len(self.keys.keys))
             self._header.set("keys_serial", serial)
             for child in self._frontends:
                 child.send(signal.SIGHUP)
@@ -249,7 +249,7 @@ class Supervisor:
         self._exit_code = self._exit_code or exit_code
         if self._stopping is not None:
             return
-        _logger.info("stopping", reason=reason, grace_ms=self._settings.shutdown_grace_ms)
+        log.info("stopping", reason=reason, grace_ms=self._settings.shutdown_grace_ms)
         self._header.set("state", ProcessState.DRAINING)
         if exit_code != EXIT_AGAIN:
             self._notify.stopping()
@@ -282,7 +282,7 @@ class Supervisor:
         """Kill the children that did not stop in time, and wait for them: SIGKILL cannot be ignored."""
         for child in group:
             if child.pid is not None:
-                _logger.error("process did not stop in time, killing it", process=child.name, index=child.index)
+                log.error("process did not stop in time, killing it", process=child.name, index=child.index)
                 child.stop(signal.SIGKILL)
                 child.stopped(exit_code_of(os.waitpid(child.pid, 0)[1]))
         self._exit_code = self._exit_code or EXIT_FORCED

@@ -194,7 +194,7 @@ class FollowerShard(Shard):
         self._time.look()
         self._cell.clock_offset_ms = self._time.trusted_offset_ms
         self._run(self.upkeep.sweep_followed())
-        self._holdings.settle()
+        self._holdings.publish()
         self._rings.flush()
 
     def close(self) -> None: ...

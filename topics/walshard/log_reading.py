@@ -87,14 +87,14 @@ def read_followed(place: Place, make_index: Callable[[int], TopicIndex]) -> Reco
             frames += len(batch.frames)
         if end <= archived:
             for topic in fold.topics.values():
-                settle(topic)
+                note_durable(topic)
     # A follower does not have the leader's RAM log: its `ephemeral` topics are empty.
     fold.finish(ram_log_survived=True)
     frames += ram_frames
     return Recovered(fold, None, ram.end, followed, 0, list(ram.report), frames, 0, snapshot_line)
 
 
-def settle(topic: Topic) -> None:
+def note_durable(topic: Topic) -> None:
     """Note that everything of a topic is on the disk, and in the archive."""
     if topic.config.durability != "ephemeral":
         topic.durable_seq = topic.archived_seq = topic.head_seq

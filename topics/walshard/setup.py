@@ -85,7 +85,7 @@ def set_up(place: Place) -> Parts:
     if recovered.followed is None:
         _log_lost_end(recovered.fold, parts)
         parts.logs.count()  # the compactor reads the log up to the end that this shows
-    holdings.settle()
+    holdings.publish()
     cell.set("torn_bytes", recovered.torn_bytes)
     cell.set("arena_bytes", arena.used_bytes)
     cell.set("generation", generation)

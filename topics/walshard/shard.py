@@ -84,7 +84,7 @@ class Shard:
             self.handlers.frontends.end_dead(self._group)
             self._finish_group()
         if self._run(self.upkeep.step()):
-            self._holdings.settle()
+            self._holdings.publish()
             self._rings.flush()
         return requests > 0
 
@@ -99,7 +99,7 @@ class Shard:
             return False
         copied = self._run(self.routing.pump())
         if copied:
-            self._holdings.settle()
+            self._holdings.publish()
             self._rings.flush()
         return copied
 
@@ -239,7 +239,7 @@ class Shard:
         if self.handlers.queues.have_changed:
             self.handlers.queues.deal(self._group)
             self._commit_group()
-        self._holdings.settle()
+        self._holdings.publish()
         for request in self._unanswered:
             self._rings.answer(request.frontend, request.reply, request.position)
         self._unanswered.clear()
@@ -277,13 +277,13 @@ class Shard:
         self._run(self.upkeep.sweep())
         self._run(self.routing.sweep())
         self._cell.set("router_lag_records", self.routing.lag_records)
-        self._holdings.settle()
+        self._holdings.publish()
         self._rings.flush()
 
     def close(self) -> None:
         """End cleanly: log the exact heads and cursors, sync the logs, and mark them as complete."""
         self._time.look()
-        for steps in (self.routing.feeds.log_ephemeral(), self.handlers.cursors.settle(), self.upkeep.close()):
+        for steps in (self.routing.feeds.log_ephemeral(), self.handlers.cursors.log_all(), self.upkeep.close()):
             self._run(steps)
         self._commits.close()
 

@@ -39,7 +39,7 @@ _REQUEST_HEADERS: Final = (
     "Topics-Leader",
 )
 
-_log = get_logger()
+log = get_logger()
 
 
 class KeyLimits:
@@ -226,11 +226,11 @@ class KeyReload:
             ring = await asyncio.to_thread(read_keys, self._settings, serial)
         except SettingsError as error:
             if error.problems != self._logged_problems:
-                _log.error("keys not reloaded, the former ones stay", problems=error.problems)
+                log.error("keys not reloaded, the former ones stay", problems=error.problems)
             self._logged_problems = error.problems
             return False
         if self._logged_problems:
-            _log.info("keys reloaded after a failure")
+            log.info("keys reloaded after a failure")
             self._logged_problems = []
         self._access.replace(ring)
         self._cell.set("keys_serial", serial)

@@ -75,8 +75,8 @@ class Http1Factory:
 class Http1Protocol(asyncio.Protocol):
     """One HTTP/1.1 connection. It owns the transport, the unparsed bytes, the current exchange, and one timer.
 
-    `settle`, called after every change, derives from the state whether to read on, what is awaited and until when. A
-    timer that fires early, because the deadline has moved on, is armed again, so traffic does not touch timers.
+    `apply_state`, called after every change, derives from the state whether to read on, what is awaited and until when.
+    A timer that fires early, because the deadline has moved on, is armed again, so traffic does not touch timers.
     """
 
     def __init__(self, factory: Http1Factory) -> None:
@@ -121,7 +121,7 @@ class Http1Protocol(asyncio.Protocol):
             return
         self._factory.vanished.start()
         self._deadlines.wait(Awaited.FIRST_REQUEST)
-        self.settle()
+        self.apply_state()
         if self.draining:
             self._transport.close()
 
@@ -147,7 +147,7 @@ class Http1Protocol(asyncio.Protocol):
         if self.pending or self._advances_soon:
             self.pending += data
         if self._advances_soon:
-            self.settle()
+            self.apply_state()
         else:
             self._advance(self.pending or data)
 
@@ -175,7 +175,7 @@ class Http1Protocol(asyncio.Protocol):
             self._factory.connections.kept.add(self, self._written_bytes)
         else:  # the hub counts what event streams hold
             push.writable = False
-        self.settle()
+        self.apply_state()
 
     def resume_writing(self) -> None:
         self.writable = True
@@ -184,7 +184,7 @@ class Http1Protocol(asyncio.Protocol):
         self._can_write.set()
         if self.pending or self.eof:
             self._loop.call_soon(self._advance_pending)
-        self.settle()
+        self.apply_state()
         if self._exchange is not None and self._exchange.push_stream is not None:
             self._exchange.push_stream.client_caught_up()
 
@@ -247,7 +247,7 @@ class Http1Protocol(asyncio.Protocol):
                 self._pass_on_eof(self._exchange)
             elif self.writable:
                 self._transport.close()
-        self.settle()
+        self.apply_state()
 
     def _pass_on_eof(self, exchange: Exchange) -> None:
         """Tell the exchange that the client has ended its input, also a pipelined one that began later. Idempotent."""
@@ -341,13 +341,13 @@ class Http1Protocol(asyncio.Protocol):
             return
         if not self._parser.complete:
             self._discard_left_bytes = self._limits.discard_max_bytes
-            self.settle()
+            self.apply_state()
             return  # the rest of the body is dropped as it comes
         self._exchange = None
         if self.pending or self.eof:
             self._advance_pending()
         else:
-            self.settle()
+            self.apply_state()
 
     # The calls of `Connections`.
 
@@ -417,7 +417,7 @@ class Http1Protocol(asyncio.Protocol):
         else:
             self._transport.write_eof()
         self._deadlines.note_progress(self.buffered_bytes)
-        self.settle()
+        self.apply_state()
 
     def _leave(self) -> None:
         """Give up the connection, which keeps its place: another protocol goes on."""
@@ -434,7 +434,7 @@ class Http1Protocol(asyncio.Protocol):
 
     # Deadlines.
 
-    def settle(self) -> None:
+    def apply_state(self) -> None:
         """Derive from the state whether to read on, what is awaited, and until when. Call it after every change."""
         exchange, writable = self._exchange, self.writable
         unread_bytes = len(self.pending) if exchange is None else len(self.pending) + exchange.unread_bytes
@@ -484,7 +484,7 @@ class Http1Protocol(asyncio.Protocol):
         if verdict is Verdict.NOT_YET:
             self._arm()
         elif verdict is Verdict.CHECK_AGAIN:
-            self.settle()
+            self.apply_state()
         elif verdict is Verdict.CLOSE:
             self._transport.close()
         elif verdict is Verdict.CUT:

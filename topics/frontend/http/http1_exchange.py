@@ -106,7 +106,7 @@ _BODYLESS: Final = frozenset({204, 304})
 # response splitting: CR, LF and NUL cannot occur in a value, nor a colon or a blank in a name.
 _HEADER_LINES: Final = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]+: [\t\x20-\x7e\x80-\xff]*\r\n)*")
 
-_log = get_logger()
+log = get_logger()
 
 
 def error_answer(error: TopicsError, more: bytes = b"", *, with_body: bool = True) -> bytes:
@@ -180,7 +180,7 @@ class ExchangeConnection(Protocol):
     def write(self, data: bytes, more: bytes = b"") -> None: ...  # sent, or kept by the transport
     async def wait_writable(self) -> None: ...  # until the client has caught up
     async def wait_emptied(self) -> None: ...  # until the transport keeps nothing for the client
-    def settle(self) -> None: ...  # the app has received the bytes that were there, or waits for more
+    def apply_state(self) -> None: ...  # the app has received the bytes that were there, or waits for more
     def may_stay_open(self) -> bool: ...  # whether another request can follow the answer that is about to begin
     def refuse(self, error: TopicsError) -> None: ...  # instead of an answer; one that has begun is cut
     def answer_done(self, exchange: Exchange) -> None: ...  # the whole answer is written
@@ -238,10 +238,10 @@ class Exchange:
             stopping = TopicsError("shutting_down", "the server is stopping")
             self._fail(stopping if self._connection.draining else cancelled)
             raise
-        except Exception as error:  # noqa: BLE001 - the border between the app and the connection
+        except Exception as error:
             # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
             if not (self.lost and any(isinstance(e, ConnectionError) for e in (error, error.__context__))):
-                _log.exception("request failed", method=scope["method"], path=scope["path"])
+                log.exception("request failed", method=scope["method"], path=scope["path"])
             self._fail(TopicsError("internal", "the request failed inside the server"))
         else:
             if self.push_stream is not None:
@@ -250,7 +250,7 @@ class Exchange:
                 if self.half_closed_by_client:  # the app was told of the disconnect, and may give up
                     self._transport.abort()
                     return
-                _log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
+                log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
                 self._fail(TopicsError("internal", "the request was not answered"))
 
     # The request, from the connection to the app.
@@ -308,7 +308,7 @@ class Exchange:
                 self._body = b""
                 self._body_ended = self.request_complete
                 if not self.request_complete or not self._connection.reading:
-                    self._connection.settle()
+                    self._connection.apply_state()
                 return {"type": "http.request", "body": body, "more_body": not self._body_ended}
             if self.half_closed_by_client:
                 return {"type": "http.disconnect"}
@@ -316,7 +316,7 @@ class Exchange:
                 if self.expects_continue and self.stage is AnswerStage.WAITING:
                     self.expects_continue = False
                     self._connection.write(CONTINUE)
-                self._connection.settle()
+                self._connection.apply_state()
             if self._changed is None:
                 self._changed = asyncio.Event()
             self._changed.clear()

@@ -46,7 +46,7 @@ from topics.log import get_logger
 MESSAGES_MAX: Final = 8  # whole messages that wait for the app; then nothing more is read
 
 _TOO_EARLY: Final = invalid("frames of a WebSocket came before the answer to its handshake")
-_log = get_logger()
+log = get_logger()
 
 
 @dataclass(eq=False)
@@ -146,8 +146,8 @@ class Http1WebSocket(asyncio.Protocol):
         self._app = asyncio.current_task()
         try:
             await self._shared.app(scope, self.receive, self.send)
-        except Exception:  # noqa: BLE001 — the border between the app and the connection
-            _log.exception("a WebSocket failed", path=scope["path"])
+        except Exception:
+            log.exception("a WebSocket failed", path=scope["path"])
         finally:
             self._app = None
             self._messages.clear()
@@ -226,7 +226,7 @@ class Http1WebSocket(asyncio.Protocol):
             return
         elif self._parses_soon or self._is_full:
             self._unparsed += data
-            self._settle()
+            self._pause_or_resume()
         else:
             self._wire.receive_data(data)
             self._parse()
@@ -295,7 +295,7 @@ class Http1WebSocket(asyncio.Protocol):
         except DenialOfServiceError as error:
             self._close(CloseReason.POLICY_VIOLATION, str(error))
             self._end(CloseReason.POLICY_VIOLATION)
-        self._settle()
+        self._pause_or_resume()
 
     def _parse_soon(self) -> None:
         if not self._parses_soon:
@@ -329,7 +329,7 @@ class Http1WebSocket(asyncio.Protocol):
         elif message is not None:
             self._put(message)
 
-    def _settle(self) -> None:
+    def _pause_or_resume(self) -> None:
         """Read on, or pause while there is enough to do."""
         is_behind = self._is_full or len(self._unparsed) > self._shared.limits.read_high_water_bytes
         if self._transport.is_closing() or self._is_ended or self._frames.refused:

@@ -42,7 +42,7 @@ JOIN_STEP: Final = 32
 """Topics that a new stream joins in one turn of the event loop."""
 PAGE_COST: Final = 16
 """Cost of reading and framing a page, in writes of a small frame."""
-_log = get_logger()
+log = get_logger()
 
 
 class Hub:
@@ -153,8 +153,8 @@ class Hub:
         """Go on with `_join_some`. A stream that cannot go on is cut: its client connects again."""
         try:
             self._join_some(connection, indexes)
-        except Exception:  # noqa: BLE001 — other streams go on
-            _log.exception("a stream cannot follow its topics")
+        except Exception:
+            log.exception("a stream cannot follow its topics")
             connection.push.abort()
 
     def _join(self, name: str) -> Channel:
@@ -354,7 +354,7 @@ class Hub:
                 self._stalled.add(connection, work.now_ms)
             if not stays or connection.pace_ms:
                 del current[connection]
-                self._settle(connection, index, step)
+                self._place(connection, index, step)
         if not todo:
             channel.served_ms = work.now_ms
             if channel.changed:
@@ -381,10 +381,10 @@ class Hub:
         del connection.behind[index]
         if not work.send(connection, step):
             self._stalled.add(connection, work.now_ms)
-        self._settle(connection, index, step)
+        self._place(connection, index, step)
         return cost
 
-    def _settle(self, connection: StreamConnection, index: int, step: StreamStep) -> None:
+    def _place(self, connection: StreamConnection, index: int, step: StreamStep) -> None:
         """Move a topic of a connection to its place after a step."""
         outcome = step.outcome
         if outcome is StepOutcome.CURRENT or outcome is StepOutcome.WAITING:

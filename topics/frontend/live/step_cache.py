@@ -25,7 +25,7 @@ KEPT_MS: Final = 50
 """Age at which steps are made again, since records expire meanwhile. Nobody notices a delay of this length."""
 KEPT_BYTES: Final = 1 * 2**20
 """Steps are dropped when so many bytes were made, except for the last one."""
-_log = get_logger()
+log = get_logger()
 
 
 @dataclass(eq=False)
@@ -141,8 +141,8 @@ class StepCache:
             ref = self._topics.find(name)
         except TopicsError as raised:
             error = raised.with_traceback(None)
-        except Exception:  # noqa: BLE001 — one topic's fault must not stop the delivery of others
-            _log.exception("a topic could not be looked up", topic=name)
+        except Exception:
+            log.exception("a topic could not be looked up", topic=name)
             error = TopicsError("internal", f"topic {name!r} cannot be read")
         if cached is None or not cached.lasting or error is not None or cached.ref != ref:
             cached = self._cached[name] = _CachedTopic(ref, error, lasting=error is None)
@@ -162,8 +162,8 @@ class StepCache:
         except TopicsError as error:
             if error.code != "topic_not_found":
                 return state.fail(index, error.code, error.message)
-        except Exception:  # noqa: BLE001 — one topic's fault must not stop the delivery of others
-            _log.exception("a topic could not be delivered", topic=name)
+        except Exception:
+            log.exception("a topic could not be delivered", topic=name)
             return state.fail(index, "internal", f"topic {name!r} cannot be read")
         return state.topic_deleted(index, self._topics.final_head_seq(name, spec.topic_ids[index], from_seq))
 

@@ -59,7 +59,7 @@ POLICY: Final = 1008
 
 _ENDED_BY_HUB: Final = "the service is stopping, or nothing was read for too long"
 
-_log = get_logger()
+log = get_logger()
 
 
 class Services(NamedTuple):
@@ -103,7 +103,7 @@ class Socket:
             for task in (reading, sending, watching):
                 error = task.exception() if task.done() and not task.cancelled() else None
                 if error is not None and not isinstance(error, ConnectionError):
-                    _log.error("a WebSocket failed", exc_info=error)
+                    log.error("a WebSocket failed", exc_info=error)
             gone = reading.done() and not reading.cancelled() and reading.exception() is None
             reading.cancel()
             self._unfollow(list(self._subscriptions))
@@ -208,8 +208,8 @@ class Socket:
                 await self._outbox.put(encode_json({"op": "pong", "request_id": command.request_id}))
         except TopicsError as error:
             await self._refuse(request_id, error.with_traceback(None))
-        except Exception:  # noqa: BLE001 — the client gets an answer, the operator a log line
-            _log.exception("a WebSocket command failed")
+        except Exception:
+            log.exception("a WebSocket command failed")
             await self._refuse(request_id, TopicsError("internal", "the command failed inside the server"))
         self._observe(route, started_ns)
 

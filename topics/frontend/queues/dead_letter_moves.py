@@ -35,7 +35,7 @@ EXAMINED_MAX: Final = 65_536
 """Records that one redrive examines: a topic may hold another queue's dead letters by the million."""
 _PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
 
-_log = get_logger()
+log = get_logger()
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class DeadLetters:
                     await self._gateway.ask(Release(name, seqs, dealt.topic_id, wait_ms))
         except TopicsError as error:
             # The shard deals these jobs again after it has heard nothing of them for long enough.
-            _log.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
+            log.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
 
     async def _copy_dead(self, name: str, dealt: Dealt) -> tuple[list[int], list[int]]:
         """Return the seqs that are in the dead-letter topic now, and those that cannot be read."""
@@ -113,7 +113,7 @@ class DeadLetters:
             copied, _refusal = await self._append(dealt.dead_letter, copies, config)
             return copied, unreadable
         except TopicsError as error:
-            _log.warning("dead letters cannot be moved", topic=name, reason=error.message)
+            log.warning("dead letters cannot be moved", topic=name, reason=error.message)
             return [], unreadable
 
     async def redrive(self, name: str, dead_letter: str, from_seq: int, most: int) -> tuple[int, int | None]:
@@ -205,7 +205,5 @@ class DeadLetters:
         if not refused:
             return done, None
         seq, refusal = next(iter(refused.items()))
-        _log.warning(
-            "dead letters cannot be written", topic=name, seq=seq, records=len(refused), reason=refusal.message
-        )
+        log.warning("dead letters cannot be written", topic=name, seq=seq, records=len(refused), reason=refusal.message)
         return done, refusal

@@ -197,7 +197,7 @@ ASIDE_MS: Final = 30_000
 """The time that a job waits before it is tried again."""
 _LOGGED_MAX: Final = 10_000
 
-_log = get_logger()
+log = get_logger()
 
 
 class UnreadableJobs:
@@ -216,7 +216,7 @@ class UnreadableJobs:
             self._logged[name, seq] = None
             if len(self._logged) > _LOGGED_MAX:
                 self._logged.popitem(last=False)
-            _log.error(
+            log.error(
                 "a job cannot be read and is put aside", topic=name, seq=seq, retry_ms=ASIDE_MS, reason=error.message
             )
         return True

@@ -255,7 +255,7 @@ def _unavailable(name: str, reason: str) -> TopicsError:
 
 Waiter = TypeVar("Waiter")
 
-_log = get_logger()
+log = get_logger()
 
 
 class ColdWaits(Generic[Waiter]):
@@ -290,8 +290,8 @@ class ColdWaits(Generic[Waiter]):
         except FileNotFoundError as error:
             # Most likely it was dropped or rewritten in the meantime. A new view of the topic does not name it then.
             failure = f"segment {miss.name} is not in the cold tier: {error}"
-        except Exception:  # noqa: BLE001 — the waiters are called in any case
-            _log.exception("a segment could not be fetched", segment=miss.name)
+        except Exception:
+            log.exception("a segment could not be fetched", segment=miss.name)
             failure = f"segment {miss.name} cannot be read"
         finally:
             waiters = self._waiters.pop(miss.key)

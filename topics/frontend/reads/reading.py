@@ -109,7 +109,7 @@ _COLD_TRIES: Final = 16
 LOG_EVERY_S: Final = 1.0
 _T = TypeVar("_T")
 
-_log = get_logger()
+log = get_logger()
 
 
 class TopicRef(NamedTuple):
@@ -367,14 +367,14 @@ class TopicReader:
 
     def _unreadable(self, ref: TopicRef, reason: str) -> TopicsError:
         if (left_out := self._failures.left_out()) is not None:
-            _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason, more_like_it=left_out)
+            log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason, more_like_it=left_out)
         return storage_unavailable(f"topic {ref.name!r} cannot be read: {reason}", topic=ref.name, reason=reason)
 
     def _corrupt(self, ref: TopicRef, damage: CorruptSegment) -> TopicsError:
         """Return the error for damage, which never counts as absence. The reader stays before it, and learns where."""
         segment, where = _in_topics_dir(damage.path), {"offset": damage.offset, "reason": damage.reason}
         if (left_out := self._failures.left_out()) is not None:
-            _log.error("a segment is corrupt", topic=ref.name, path=damage.path, **where, more_like_it=left_out)
+            log.error("a segment is corrupt", topic=ref.name, path=damage.path, **where, more_like_it=left_out)
         return storage_unavailable(
             f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
             f" {damage.reason}; restore the file from a copy (put that beside it, then rename it to this name), or give"

@@ -75,7 +75,7 @@ class TailRoutes:
     async def _wait_for_more(self, words: list[int], wait_ms: int) -> None:
         """Wait until the logs have other ends than these."""
         until_ms = self.clock.monotonic_ms() + min(wait_ms, WAIT_MS_MAX)
-        while self.page.settled_ends() in (words, None) and self.clock.monotonic_ms() < until_ms:
+        while self.page.moment_ends() in (words, None) and self.clock.monotonic_ms() < until_ms:
             await asyncio.sleep(POLL_S)
 
     async def _read(self, ends: list[LogEnd]) -> bytes:

@@ -97,7 +97,7 @@ class TopicRoutes:
         name = request.topic
         touch = flag(request.query, "touch", True)
         with_copies = await self.catching_up.wait_for(name)
-        ref = await self.settled(self.known.reader.get(name))
+        ref = await self.evicted(self.known.reader.get(name))
         view = ref.view
         answer = self._shown(ref, touch) | {
             "next_seq": view.head_seq + 1,
@@ -171,7 +171,7 @@ class TopicRoutes:
             if (ref := self.known.reader.find(name)) is not None:
                 refs.append(ref)
             await slices.yield_if_over()
-        for ref in await self._all_settled(refs):
+        for ref in await self._all_evicted(refs):
             entries[ref.name] = self._shown(ref, touch) | {"durable": ref.config.is_synced}
             await slices.yield_if_over()
         return entries
@@ -204,24 +204,24 @@ class TopicRoutes:
         """Return the priority by which this process schedules the topic now (`core/scheduler.py`)."""
         return self.known.priority(ref) + age(self.hub.waiting_ms(ref.name))
 
-    async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
+    async def _all_evicted(self, refs: list[TopicRef]) -> list[TopicRef]:
         slices, expired = Slices(), dict[int, asyncio.Task[TopicRef | None]]()
         async with asyncio.TaskGroup() as group:
             for at, ref in enumerate(refs):
                 if self.known.reader.has_expired(ref):
-                    expired[at] = group.create_task(self._settled_if_there(ref))
+                    expired[at] = group.create_task(self._evicted_if_there(ref))
                 await slices.yield_if_over()
-        settled = [expired[at].result() if at in expired else ref for at, ref in enumerate(refs)]
-        return [ref for ref in settled if ref is not None]
+        evicted = [expired[at].result() if at in expired else ref for at, ref in enumerate(refs)]
+        return [ref for ref in evicted if ref is not None]
 
-    async def _settled_if_there(self, ref: TopicRef) -> TopicRef | None:
-        """Return the topic as `settled` does; None if it was deleted in the meantime, so that it is not listed."""
+    async def _evicted_if_there(self, ref: TopicRef) -> TopicRef | None:
+        """Return the topic as `evicted` does; None if it was deleted in the meantime, so that it is not listed."""
         try:
-            return await self.settled(ref)
+            return await self.evicted(ref)
         except TopicsError:
             return None
 
-    async def settled(self, ref: TopicRef) -> TopicRef:
+    async def evicted(self, ref: TopicRef) -> TopicRef:
         """Return the topic with exact floors, count and bytes: its shard evicts what has expired."""
         if not self.known.reader.has_expired(ref):
             return ref

@@ -47,7 +47,7 @@ ROOM_RETRY_S: Final = 0.002
 SIGNALLED_AT_ONCE_BYTES: Final = 4096
 """A request so long is signalled as soon as it is pushed: the shard works on it while this frontend parses the next."""
 
-_log = get_logger()
+log = get_logger()
 
 
 class _Link:
@@ -212,7 +212,7 @@ class Gateway:
             try:
                 parts = self._spills.put(MessageKind.CALL, request_id, parts, length)
             except OSError as error:
-                _log.warning("no room in shared memory for a long message", error=error.strerror)
+                log.warning("no room in shared memory for a long message", error=error.strerror)
                 return False
         self._push(shard, QueuedMessage(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
         return True
@@ -267,7 +267,7 @@ class Gateway:
             self._spills.drop(request_id)
 
     def _spill_failed(self, request_id: int, error: OSError) -> None:
-        _log.warning("no room in shared memory for a long request", error=error.strerror)
+        log.warning("no room in shared memory for a long request", error=error.strerror)
         self._reject(request_id, f"shared memory has no room for a request so long ({error.strerror})")
 
     def _push(self, shard: int, message: QueuedMessage) -> None:

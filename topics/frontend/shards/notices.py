@@ -25,7 +25,7 @@ RENEWED_AT_ONCE: Final = 64
 SWEPT_AT_ONCE: Final = 256
 """Watches that one sweep ends at most; the next one goes on."""
 
-_log = get_logger()
+log = get_logger()
 
 
 @dataclass(eq=False, slots=True)
@@ -61,8 +61,8 @@ class _Watched:
             if listener in self.listeners:
                 try:
                     listener.callback()
-                except Exception:  # noqa: BLE001 — the other listeners are called in any case
-                    _log.error("a topic listener failed", exc_info=True)
+                except Exception:
+                    log.error("a topic listener failed", exc_info=True)
 
 
 @dataclass(eq=False)

@@ -164,7 +164,7 @@ JANITOR_S: Final = 60.0
 StageList = list[tuple[str, str]]
 """(stage, topic) of each stage of a batch."""
 _PASSING: Final = ("not_ready", "shard_unavailable", "throttled")
-_log = get_logger()
+log = get_logger()
 
 
 class TxnCoordinator:
@@ -303,12 +303,12 @@ class TxnCoordinator:
                     code = error.code if isinstance(error, TopicsError) else "storage_unavailable"
                     if code not in logged:
                         logged.add(code)
-                        _log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=str(error))
+                        log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=str(error))
                     # A shard that restarts is back soon, so the pause stays short.
                     pause_s = RETRY_S if code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
                     await asyncio.sleep(pause_s)
                 else:
-                    _log.info("an unfinished batch is published", sink=sink, batch=batch, stages=len(stages))
+                    log.info("an unfinished batch is published", sink=sink, batch=batch, stages=len(stages))
                     return
         finally:
             self._finishing.discard((sink, batch))
@@ -323,7 +323,7 @@ class TxnCoordinator:
                 if isinstance(error, OSError) and not failed:
                     failed = True
                     what = "batches that a crash left unfinished stay half published until their shard can be asked"
-                    _log.warning(what, shard=shard, reason=str(error), retry_ms=int(RETRY_S * 1000))
+                    log.warning(what, shard=shard, reason=str(error), retry_ms=int(RETRY_S * 1000))
                 await asyncio.sleep(RETRY_S)
             else:
                 for sink, batch, stages in reply.batches:
@@ -336,9 +336,9 @@ class TxnCoordinator:
             try:
                 expired = await asyncio.to_thread(self.stages.expired)
                 if expired:
-                    _log.info("stages that nobody committed are removed", stages=await self.drop(expired))
+                    log.info("stages that nobody committed are removed", stages=await self.drop(expired))
             except (TopicsError, OSError) as error:
-                _log.warning("expired stages cannot be removed now", reason=str(error))
+                log.warning("expired stages cannot be removed now", reason=str(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

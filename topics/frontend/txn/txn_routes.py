@@ -44,7 +44,7 @@ class TxnRoutes:
     append: AppendRoute
     coordinator: TxnCoordinator
     reader: TopicReader
-    settled: Callable[[TopicRef], Awaitable[TopicRef]]
+    evicted: Callable[[TopicRef], Awaitable[TopicRef]]
     """Returns a topic with exact floors, count and bytes."""
     settings: Settings
     topics: Quota
@@ -176,7 +176,7 @@ class TxnRoutes:
             _check_room(ref, records, size_bytes)
         except TopicsError:
             # Some of the topic's records may have expired, which leaves more room.
-            ref = await self.settled(ref)
+            ref = await self.evicted(ref)
             _check_room(ref, records, size_bytes)
         return _growth(ref, records, size_bytes)
 

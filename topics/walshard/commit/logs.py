@@ -275,7 +275,7 @@ class BackgroundSync:
         if not self._logs.wal.unsynced_bytes:
             for id, hosted in self._unsynced.items():
                 if id in touched:
-                    _settle(hosted, hosted.topic.head_seq)
+                    _move_durable(hosted, hosted.topic.head_seq)
                 elif hosted.topic.head_seq > hosted.topic.durable_seq:
                     self._note(hosted, hosted.topic.head_seq)
             self._unsynced.clear()
@@ -315,7 +315,7 @@ class BackgroundSync:
         found = list(islice(self._due.values(), MOVED_MAX))
         for hosted, synced_seq in found:
             del self._due[hosted.topic.id]
-            _settle(hosted, synced_seq)
+            _move_durable(hosted, synced_seq)
         return [hosted for hosted, _ in found]
 
     def _note(self, hosted: Hosted, synced_seq: int) -> None:
@@ -359,7 +359,7 @@ class BackgroundSync:
                 self._note(hosted, head_seq)
 
 
-def _settle(hosted: Hosted, synced_seq: int) -> None:
+def _move_durable(hosted: Hosted, synced_seq: int) -> None:
     """Move durable_seq to `synced_seq`, never back. A topic that became `ephemeral` was synced at that time."""
     topic = hosted.topic
     if topic.config.durability != "ephemeral":

@@ -183,7 +183,7 @@ class Deletes:
 
     # -- removals that join a group
 
-    def require_settled(self, hosted: Hosted, group: Draft) -> None:
+    def evict_first(self, hosted: Hosted, group: Draft) -> None:
         """Raise CommitFirst if the group so far or the ttl may evict records of the topic. `remove` needs live ones."""
         topic = hosted.topic
         config = topic.config
@@ -196,7 +196,7 @@ class Deletes:
     def remove(
         self, group: Draft, hosted: Hosted, seqs: list[int], *, dead_letters: int = 0, undo: Then = None
     ) -> None:
-        """Add the removal of live records (ascending seqs) to a group. The caller has called `require_settled`.
+        """Add the removal of live records (ascending seqs) to a group. The caller has called `evict_first`.
         `dead_letters` is how many of them went to the dead letters; `undo` runs if the log refuses the removal.
         """
         if seqs:

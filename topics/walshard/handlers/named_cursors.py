@@ -41,7 +41,7 @@ class NamedCursors:
         for cursor in self.being_read:
             cursor.frontend_died(frontend)
 
-    def settle(self) -> Steps[None]:
+    def log_all(self) -> Steps[None]:
         """Log each cursor at a clean end: behind all answers that reached their clients, before all that did not."""
         yield Draft(
             self._write(hosted, body := cursor.body(), partial(cursor.persisted, body), sync=cursor.strict)

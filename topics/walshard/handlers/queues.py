@@ -314,7 +314,7 @@ class Queues:
         hosted = self._catalog.require(name)
         if topic_id not in (0, hosted.topic.id):
             raise topic_not_found(name)
-        self._deletes.require_settled(hosted, group)
+        self._deletes.evict_first(hosted, group)
         return hosted
 
     def _release(self, group: Draft, hosted: Hosted, leases: Leases, seqs: list[int], delay_ms: int) -> None:

@@ -1,7 +1,7 @@
 """Counts of what a shard holds (topics, records, bytes, sessions), and claims against the service's quotas.
 
 The shard publishes its counts in its cell. Metrics and the quotas of api §11 (`shm/quotas.py`) add up the cells of all
-shards. While a group is prepared, a cell also contains the group's claims; `settle` replaces them by the new counts.
+shards. While a group is prepared, a cell also contains the group's claims; `publish` replaces them by the new counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Holdings:
         self._leases += leases
         self._cell.set("leases_in_flight", self._leases)
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Publish the counts in the cell. Claims of the group are in the counts by now, or were given up."""
         cell = self._cell
         if self._topics_changed:
