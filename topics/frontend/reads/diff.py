@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +21,7 @@ from topics.frontend.asgi import ROUTE, Receive, Scope, Send, until_disconnect
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.bodies import ClientGoneError, read_request
+from topics.frontend.entry.budget import Reservation
 from topics.frontend.entry.leadership import Leadership
 from topics.frontend.entry.responses import elapsed_ms, room_of, send_json
 from topics.frontend.reads.catching_up import CatchingUp
@@ -28,6 +30,7 @@ from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader,
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.routes import operations as api
 from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.notices import WatchHandle
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -55,8 +58,7 @@ class DiffRoute:
     catching_up: CatchingUp
     clock: Clock
     leadership: Leadership
-    _waiting: dict[Callable[[TopicsError | None], None], tuple[bytes, str]] = field(default_factory=dict)
-    """The functions that end the long polls, each with the digest of its key and its topic."""
+    _waiting: set[LongPoll] = field(default_factory=set)
     _find_key: Callable[[bytes], ApiKey | None] | None = None
     """The keys as their last change has left them; None before one."""
     _draining: bool = False
@@ -95,25 +97,25 @@ class DiffRoute:
     def drain(self) -> None:
         """Have every long poll answer now, as the process is to stop."""
         self._draining = True
-        for end in self._waiting:
-            end(None)
+        for poll in self._waiting:
+            poll.end()
 
     def end_forbidden(self, find_key: Callable[[bytes], ApiKey | None]) -> None:
         """End the long polls that their keys do not allow any more. `find_key` returns a key as it is now."""
         self._find_key = find_key
-        for end, (digest, topic) in self._waiting.items():
-            if (refusal := self._refusal(digest, topic)) is not None:
-                end(refusal)
+        for poll in self._waiting:
+            if (refusal := self._refusal(poll)) is not None:
+                poll.end(refusal)
 
-    def _refusal(self, digest: bytes, topic: str) -> TopicsError | None:
+    def _refusal(self, poll: LongPoll) -> TopicsError | None:
         """Return the reason why a key does not allow a long poll any more, None if it does."""
         if self._find_key is None:
             return None
         try:
-            key = self._find_key(digest)
+            key = self._find_key(poll.digest)
             if key is None:
                 raise TopicsError("unauthorized", "the key of this long poll is no longer valid")
-            key.require(KeyScope.READ, (topic,))
+            key.require(KeyScope.READ, (poll.topic,))
         except TopicsError as refusal:
             return refusal.with_traceback(None)
         return None
@@ -133,71 +135,96 @@ class DiffRoute:
         all pages. `from_ts` may be in the future: records written before it are not delivered. Raise `401` or `403` if
         the caller's key loses its right to the topic meanwhile.
         """
-        most = limits.LONG_POLLS.most_count
-        if len(self._waiting) >= most:
-            raise limits.LONG_POLLS.refused(f"{most} long polls are waiting already", most, retry_after_ms=None)
-        loop, room = asyncio.get_running_loop(), room_of(scope)
-        news = asyncio.Event()
-        scanned = cold_segments = 0
-        over = False
-        refused: TopicsError | None = None
-        entering: asyncio.Timeout | None = None
-
-        def end(refusal: TopicsError | None = None) -> None:
-            nonlocal over, refused
-            refused = refused or refusal
-            if entering is not None and not over:
-                entering.reschedule(loop.time())
-            over = True
-            news.set()
-
-        # Only the timer decides that time is over. It may fire early by another clock, and would not fire again.
-        timer = loop.call_later(min(request.wait_ms, WAIT_MS_MAX) / 1000, end)
-        watch = self.gateway.watches.add(ref.shard, ref.name, ref.view, news.set)
-        # Only a disconnect can follow the body.
-        gone = loop.create_task(until_disconnect(receive))
-        gone.add_done_callback(lambda _: news.set())
-        self._waiting[end] = caller_of(scope).digest, ref.name
-        self.cell.set("long_polls", len(self._waiting))
-        try:
-            over |= self._draining  # `drain` ended only the long polls before this one, as `end_forbidden` did
-            if (refusal := self._refusal(*self._waiting[end])) is not None:
-                end(refusal)
-            while not (over or page.is_news):
+        room, scanned, cold_segments = room_of(scope), 0, 0
+        poll = LongPoll(caller_of(scope).digest, ref.name)
+        with self._listening(poll, ref, min(request.wait_ms, WAIT_MS_MAX), receive) as watch:
+            while not (poll.is_over or page.is_news):
                 if room is not None:
                     room.resize(0)
                 if page.caught_up:
-                    await news.wait()
+                    await poll.news.wait()
                 else:
                     await asyncio.sleep(0)  # other requests have their turn between pages of filtered records
-                news.clear()
-                if gone.done():
+                poll.news.clear()
+                if poll.is_gone:
                     raise ClientGoneError
-                if room is not None:
-                    entering = asyncio.timeout(0 if over else None)  # the last look is not worth a wait
-                    try:
-                        async with entering:
-                            await room.replace(_room_bytes(options))
-                    except TimeoutError:
-                        break
-                    finally:
-                        entering = None
-                reader = self.reader
-                ref = reader.get(ref.name)
+                if room is not None and not await poll.enter(room, _room_bytes(options)):
+                    break
+                ref = self.reader.get(ref.name)
                 watch.found(ref.view)
                 scanned, cold_segments = scanned + page.scanned, cold_segments + page.cold_segments
-                page = await reader.fetch_page(ref, page.next_from_seq, options, from_ts=request.from_ts)
+                page = await self.reader.fetch_page(ref, page.next_from_seq, options, from_ts=request.from_ts)
+        if poll.refused is not None:
+            raise poll.refused
+        return msgspec.structs.replace(
+            page, scanned=scanned + page.scanned, cold_segments=cold_segments + page.cold_segments
+        )
+
+    @contextmanager
+    def _listening(self, poll: LongPoll, ref: TopicRef, wait_ms: int, receive: Receive) -> Iterator[WatchHandle]:
+        """Count a long poll among those that wait, and have it hear of records, of its deadline and of its client."""
+        most = limits.LONG_POLLS.most_count
+        if len(self._waiting) >= most:
+            raise limits.LONG_POLLS.refused(f"{most} long polls are waiting already", most, retry_after_ms=None)
+        loop = asyncio.get_running_loop()
+        # Only the timer decides that time is over. It may fire early by another clock, and would not fire again.
+        timer = loop.call_later(wait_ms / 1000, poll.end)
+        watch = self.gateway.watches.add(ref.shard, ref.name, ref.view, poll.news.set)
+        gone = loop.create_task(until_disconnect(receive))  # only a disconnect can follow the body
+        gone.add_done_callback(poll.client_gone)
+        self._waiting.add(poll)
+        self.cell.set("long_polls", len(self._waiting))
+        try:
+            # `drain` and `end_forbidden` ended only the long polls before this one.
+            refusal = self._refusal(poll)
+            if self._draining or refusal is not None:
+                poll.end(refusal)
+            yield watch
         finally:
             timer.cancel()
             watch.cancel()
             gone.cancel()
-            del self._waiting[end]
+            self._waiting.remove(poll)
             self.cell.set("long_polls", len(self._waiting))
-        if refused is not None:
-            raise refused
-        return msgspec.structs.replace(
-            page, scanned=scanned + page.scanned, cold_segments=cold_segments + page.cold_segments
-        )
+
+
+class LongPoll:
+    """One diff that waits for records. Owns whether its time is over, and why it was refused."""
+
+    def __init__(self, digest: bytes, topic: str) -> None:
+        """`digest` is that of the caller's key."""
+        self.digest = digest
+        self.topic = topic
+        self.news = asyncio.Event()
+        self.is_over = False
+        self.is_gone = False
+        """True once the client has disconnected."""
+        self.refused: TopicsError | None = None
+        self._entering: asyncio.Timeout | None = None
+
+    def end(self, refusal: TopicsError | None = None) -> None:
+        """Have it answer now: with this refusal, or with the page that it has."""
+        self.refused = self.refused or refusal
+        if self._entering is not None and not self.is_over:
+            self._entering.reschedule(asyncio.get_running_loop().time())
+        self.is_over = True
+        self.news.set()
+
+    def client_gone(self, _task: object) -> None:
+        self.is_gone = True
+        self.news.set()
+
+    async def enter(self, room: Reservation, size_bytes: int) -> bool:
+        """Wait for room for the next page. False if the time is over first: the last look is not worth a wait."""
+        self._entering = asyncio.timeout(0 if self.is_over else None)
+        try:
+            async with self._entering:
+                await room.replace(size_bytes)
+        except TimeoutError:
+            return False
+        finally:
+            self._entering = None
+        return True
 
 
 def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOptions:
