@@ -238,7 +238,7 @@ def _key(request: AppendBody, header: bytes | None) -> bytes:
     if producer is not None:
         if key is not None or header is not None:
             raise invalid("the n of a producer identifies its write: send no idempotency key with it", field="producer")
-        wire.check_counts(producer)
+        wire.check_counts(producer, "producer.")
         return producer_key(producer.id.encode(), ProducerTurn(producer.epoch, producer.n))
     if key is None:
         if header is None:
