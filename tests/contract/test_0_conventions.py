@@ -241,6 +241,16 @@ def test_if_head_seq_that_is_none_is_refused_by_name(client: httpx.Client, topic
     missing(client, topic)
 
 
+def test_a_number_that_is_too_large_is_named_with_what_it_is_in(client: httpx.Client, topic: str) -> None:
+    producer = {"records": [{"data": 1}], "producer": {"id": "p", "epoch": 2**64, "n": 1}}
+    error = refused(client.post(f"/v0/topics/{topic}", json=producer), 400, "invalid_request")
+    assert error["detail"] == {"field": "producer.epoch"}
+    put(client, topic)
+    watch = {"topics": {topic: {"from_seq": 2**64}}}
+    error = refused(client.post("/v0/watch", json=watch), 400, "invalid_request")
+    assert error["detail"] == {"field": f"topics.{topic}.from_seq"}
+
+
 @pytest.mark.parametrize("value", [value for value in NOT_COUNTS if value is not True], ids=repr)
 def test_before_seq_that_is_none_is_refused_by_name(client: httpx.Client, topic: str, value: Any) -> None:
     write(client, topic, 1)

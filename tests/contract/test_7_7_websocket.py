@@ -50,6 +50,8 @@ def test_ping(ws: Socket, request_id: Any) -> None:
         "[]",
         "{}",
         '{"op":1}',
+        '{"op":1,"request_id":"r"}',
+        '{"op":["ping"],"request_id":"r"}',
         '{"op":"dance","request_id":"r"}',
         '{"op":"ping","request_id":{}}',
         '{"op":"ping","request_id":1e400}',

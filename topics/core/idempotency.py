@@ -99,7 +99,7 @@ def check_turn(
         raise TopicsError(
             "out_of_order",
             f"producer {id.decode()!r} has written up to {last.n}, so {last.n + 1} is next and not {given.n}"
-            + ("" if missing else "; it was committed, and its seqs are not known any more"),
+            + ("" if missing else "; whether that one was written is not known any more"),
             detail,
         )
 

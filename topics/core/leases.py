@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from heapq import heappush
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Final, NamedTuple
 
 from topics.core.job import Holder, JobPhase, JobView, LeaseFrameBody, Now, QueueState, State, TrackedJob
@@ -250,6 +250,13 @@ class Leases(QueueJobs):
     def order_keys_of(self, seqs: Iterable[int]) -> list[str]:
         """Return the order key of each of these tracked jobs, "" for none."""
         return [self._jobs[seq].order_key for seq in seqs]
+
+    def made_ready_by(self, seqs: Iterable[int], now: Now) -> int:
+        """Count the jobs that get ready when these leased jobs end: the next one of each order key, if it is due."""
+        lines = (self._lines.get(self._jobs[seq].order_key, ()) for seq in seqs)
+        nexts = (next((seq for seq in islice(line, 1, None) if seq in self._jobs), 0) for line in lines)
+        jobs = (self._jobs[seq] for seq in nexts if seq)
+        return sum(job.due_ms <= now.mono_ms if job.due_ms else job.deliver_at_ms <= now.wall_ms for job in jobs)
 
     def leases_of(self, holder: Holder) -> list[int]:
         """Return the jobs of a stream, ascending."""

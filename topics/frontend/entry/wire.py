@@ -70,12 +70,12 @@ def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:
         raise invalid(f"{field} must be an object whose values are strings: {error}", field=field) from None
 
 
-def check_counts(request: msgspec.Struct) -> None:
-    """Raise `400` for an integer above u64, with the name of its field."""
+def check_counts(request: msgspec.Struct, where: str = "") -> None:
+    """Raise `400` for an integer above u64, with the name of its field; `where` the struct is comes before that."""
     for field in request.__struct_fields__:
         value = getattr(request, field)
         if type(value) is int and value > U64_MAX:
-            raise invalid(f"{field} must be an integer from 0 to 2^64-1", field=field)
+            raise invalid(f"{where}{field} must be an integer from 0 to 2^64-1", field=f"{where}{field}")
 
 
 def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str = "") -> ValueT:

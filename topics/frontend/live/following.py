@@ -31,7 +31,7 @@ def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
         raise invalid(f"topics must name 1 to {topics_max} topics, not {len(starts)}", field="topics")
     for name, start in starts.items():
         check_topic_name(name)
-        wire.check_counts(start)
+        wire.check_counts(start, f"topics.{name}.")
         if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
             field = f"topics.{name}"
             raise invalid(f"{field}: from_seq, tail and from_ts exclude each other: give one of them", field=field)

@@ -76,14 +76,18 @@ ROUTES: Final[dict[type[Command], Route]] = {
 """The route under which the time until the answer to a command is measured."""
 
 
-class _Any(msgspec.Struct):
+class _Answerable(msgspec.Struct):
     request_id: RequestId = None
+
+
+class _Any(_Answerable):
     op: str = ""
 
 
 _decoder: Final[msgspec.json.Decoder[Command]] = msgspec.json.Decoder(Command)
 _publish_decoder: Final = msgspec.json.Decoder(Publish)
 _any_decoder: Final = msgspec.json.Decoder(_Any)
+_answerable_decoder: Final = msgspec.json.Decoder(_Answerable)
 
 
 def decode(message: bytes, command_max_bytes: int = COMMAND_BYTES_MAX) -> Command:
@@ -99,7 +103,7 @@ def decode(message: bytes, command_max_bytes: int = COMMAND_BYTES_MAX) -> Comman
 def request_id_of(message: bytes) -> RequestId:
     """Return the `request_id` of a malformed command; None if it cannot be read."""
     try:
-        return _any_decoder.decode(message).request_id
+        return _answerable_decoder.decode(message).request_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -185,11 +185,11 @@ class AppendRoute:
                 continue
             if record.deliver_at is not None and record.delay_ms is not None:
                 message = f"records[{at}]: deliver_at and delay_ms exclude each other: give one of them"
-                raise invalid(message, field="delay_ms")
+                raise invalid(message, field=f"records[{at}].delay_ms")
             deliver_at, delay_ms = record.deliver_at or 0, record.delay_ms or 0
             if (time_ms := max(deliver_at, delay_ms)) > TIME_MS_MAX:
-                field = "delay_ms" if delay_ms else "deliver_at"
-                raise invalid(f"records[{at}].{field} is at most {TIME_MS_MAX}, not {time_ms}", field=field)
+                field = f"records[{at}].{'delay_ms' if delay_ms else 'deliver_at'}"
+                raise invalid(f"{field} is at most {TIME_MS_MAX}, not {time_ms}", field=field)
             order_key = record.order_key or ""
             if len(order_key.encode()) > ORDER_KEY_MAX_BYTES:
                 raise _too_long(f"records[{at}].order_key", len(order_key.encode()), ORDER_KEY_MAX_BYTES)
@@ -238,7 +238,7 @@ def _key(request: AppendBody, header: bytes | None) -> bytes:
     if producer is not None:
         if key is not None or header is not None:
             raise invalid("the n of a producer identifies its write: send no idempotency key with it", field="producer")
-        wire.check_counts(producer)
+        wire.check_counts(producer, "producer.")
         return producer_key(producer.id.encode(), ProducerTurn(producer.epoch, producer.n))
     if key is None:
         if header is None:

@@ -224,7 +224,8 @@ class Queues:
         topic = hosted.topic
         seqs, skipped = self._owned(group, hosted, leases, call)
         leases.hold(seqs)
-        reply = AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
+        ready = leases.ready + leases.made_ready_by(seqs, self._time.now)
+        reply = AckReply(len(seqs), skipped, ready, leases.in_flight)
         seqs.sort()
         if topic.config.on_ack == "delete":
             self._deletes.remove(group, hosted, seqs, undo=partial(leases.unhold, seqs))
