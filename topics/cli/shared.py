@@ -100,7 +100,8 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
         say(name, f"{error} (--url or TOPICS_URL names the service)")
         return EXIT_UNREACHABLE
     except ApiError as error:
-        say(name, f"{error.code}: {error.message}")
+        cause = error.detail.get("cause")  # as ENOSPC, by which docs/operations.md lists what to do
+        say(name, f"{error.code}: {error.message}" + (f" ({cause})" if cause else ""))
         return EXIT_REFUSED
     except (UsageError, ClientError) as error:
         say(name, str(error))
