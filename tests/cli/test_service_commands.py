@@ -261,6 +261,12 @@ def test_bench_that_is_told_to_end_removes_its_topic(shell: Shell, topics: Clien
     assert not made()
 
 
+def test_https_where_nobody_speaks_it_is_told(shell: Shell, service: Service) -> None:
+    done = shell.run("list", "--url", service.url.replace("http:", "https:"), "--patience-s", "0")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "speaks no TLS: write http://" in done.stderr
+
+
 AT_ONCE = "import sys, topics.progress as bars, topics.cli.main as cli; bars.AFTER_S = 0; sys.exit(cli.main())"
 
 
