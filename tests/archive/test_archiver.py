@@ -17,6 +17,22 @@ from tests.buckets import Proxy
 from tests.contract.asking import put, state, write
 from tests.harness import Service, poll
 
+SHARDS_WAIT_FOR_THE_ARCHIVER = """
+import os, time
+from topics.archive.archiver import Archiver
+from topics.walshard import main as shards
+run, step = shards.run, Archiver.step
+def run_later(*arguments, **options):
+    while not os.path.exists({tried!r}):
+        time.sleep(0.01)
+    return run(*arguments, **options)
+def note_step(self):
+    pause_ms = step(self)
+    open({tried!r}, "w").close()
+    return pause_ms
+shards.run, Archiver.step = run_later, note_step
+"""
+
 
 def shipping(place: Path, **more: object) -> dict[str, str]:
     env = SMALL | {"TOPICS_ARCHIVE_URL": place.as_uri(), "TOPICS_ARCHIVE_INTERVAL_MS": "50"}
@@ -48,6 +64,16 @@ def test_a_machine_that_is_lost_is_restored(tmp_path: Path) -> None:
     with restored(place.as_uri(), tmp_path / "restored") as other:
         assert read(other.client, "orders")[0] == expected
         assert "archived_seq" not in state(other.client, "orders")
+
+
+def test_the_first_start_of_a_service_tells_of_no_failure(tmp_path: Path) -> None:
+    """The archiver began before the shards had logs, and its first line said that the archive cannot be written."""
+    command = patched(tmp_path / "patched", SHARDS_WAIT_FOR_THE_ARCHIVER.format(tried=str(tmp_path / "tried")))
+    with Service(env=shipping(tmp_path / "archive"), command=command) as service:
+        poll("a first base", lambda: archiver(service)["bases"] == 1)
+        assert archiver(service)["failures"] == 0
+        assert (tmp_path / "tried").exists()
+        assert "cannot be written now" not in service.log_tail()
 
 
 def test_a_clean_stop_ships_what_was_written_last(tmp_path: Path) -> None:

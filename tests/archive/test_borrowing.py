@@ -495,8 +495,9 @@ def test_the_loan_of_a_restore_that_was_killed_ends_with_the_next_one(borrowing:
     assert borrowing.archive.store.list("loans/") == sorted([note.loan, own.loan])
 
 
-def test_a_restore_that_is_told_to_end_ends_its_loan(borrowing: Borrowing) -> None:
-    """By SIGTERM, as `timeout`, systemd and containers do it: the archive was not pruned any more."""
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP], ids=["TERM", "HUP"])
+def test_a_restore_that_is_told_to_end_ends_its_loan(borrowing: Borrowing, told: signal.Signals) -> None:
+    """`timeout`, systemd and containers tell it so, or a terminal that is gone: the archive was not pruned any more."""
     target, loans = borrowing.root / "other", borrowing.archive.store.list("loans/")
     idx = next(ref for ref in plan(borrowing.archive, WantedMoment()).base.files if ref.path.endswith(".idx"))
     held = borrowing.place / "archive" / idx.name
@@ -506,7 +507,7 @@ def test_a_restore_that_is_told_to_end_ends_its_loan(borrowing: Borrowing) -> No
     command = [sys.executable, "-c", "import sys; from topics.cli.main import main; sys.exit(main())"]
     with subprocess.Popen([*command, "restore", str(borrowing.place), "--data-dir", str(target)]) as restoring:
         poll("its loan", lambda: len(borrowing.archive.store.list("loans/")) > len(loans))
-        restoring.terminate()
+        restoring.send_signal(told)
 
         def has_ended() -> bool:
             with suppress(OSError):  # nobody reads it
@@ -516,7 +517,7 @@ def test_a_restore_that_is_told_to_end_ends_its_loan(borrowing: Borrowing) -> No
         poll("its end", has_ended)
     held.unlink()
     held.write_bytes(content)
-    assert restoring.returncode == 128 + signal.SIGTERM
+    assert restoring.returncode == 128 + told
     assert borrowing.archive.store.list("loans/") == loans
     assert not target.exists()
 

@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from topics.cli import shared
 from topics.cli.list_topics import HEADINGS
 from topics.cli.queue_commands import Lease, job_argument, parse_jobs
 from topics.cli.read import timestamp_ms
 from topics.cli.shared import BadLineError, LineBatch, data_lines, record_lines
 from topics.cli.write import is_certain, key_of, parse
-from topics.client import ClientError, NewRecord, Record, ServiceFaultError, UnreachableError
+from topics.client import Client, ClientError, NewRecord, Record, ServiceFaultError, UnreachableError
 from topics.client.errors import api_error
 from topics.terminal import table
 
@@ -166,3 +167,14 @@ def test_the_table_has_columns_as_wide_as_they_need() -> None:
         "a            log    disk             1  100000     1       1",
         "orders.long  queue  ephemeral        0       0     7       -",
     ]
+
+
+def test_a_refusal_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/operations.md lists by it what to do. It was only in the answer."""
+    monkeypatch.setattr(shared, "end_in_order", lambda: None)  # its signals are those of pytest here
+
+    def ask(client: Client, options: argparse.Namespace) -> int:
+        raise api_error(503, "storage_unavailable", "the log cannot be written now", {"cause": "ENOSPC"})
+
+    assert shared.run("write", ask, argparse.Namespace(environment={})) == 1
+    assert capsys.readouterr().err == "topics write: storage_unavailable: the log cannot be written now (ENOSPC)\n"

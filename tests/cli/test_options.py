@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from topics.cli import shared
 from topics.cli.create import parse_fields
 from topics.cli.main import COMMANDS, main, make_parser
 from topics.supervisor.command import _parser as supervisor_parser
@@ -111,3 +112,33 @@ def test_a_value_that_cannot_be_is_named(arguments: list[str], told: str, capsys
         main(arguments)
     assert end.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["backup", "--data-dir", "d", "--to", ""], "topics backup: error: argument --to: '' is no directory"),
+        (["backup", "--data-dir", "", "--to", "a"], "topics backup: error: argument --data-dir: '' is no directory"),
+        (["restore", "a", "--data-dir", ""], "topics restore: error: argument --data-dir: '' is no directory"),
+        (["restore", "", "--data-dir", "d"], "topics restore: error: argument FROM: '' is no directory"),
+        (["archive", "list", ""], "topics archive list: error: argument PLACE: '' is no directory"),
+        (["verify", ""], "topics verify: error: argument DIR: '' is no directory"),
+        (["queue", "q", "claim", "--node", ""], "topics queue TOPIC claim: error: argument --node: '' is no name"),
+        (["list", "--url", ""], "topics list: url '' does not name a service"),
+        (["list", "--key-file", ""], "topics list: key file '': No such file"),
+    ],
+)
+def test_an_empty_argument_is_not_the_default(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--to "$UNSET"` made a backup in the working directory, `--url "$UNSET"` asked the service of this machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOPICS_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(shared, "end_in_order", lambda: None)  # its signals are those of pytest here
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

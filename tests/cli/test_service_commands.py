@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -246,6 +247,24 @@ def test_bench_removes_its_topic(shell: Shell, topics: Client) -> None:
         assert 0 < one["p50_ms"] <= one["p99_ms"] <= one["max_ms"]
     assert measured["phases"][0]["records"] == 5 * measured["phases"][0]["requests"]
     assert not [one.topic for one in topics.list_topics("topics-bench-")]
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP], ids=["TERM", "HUP"])
+def test_bench_that_is_told_to_end_removes_its_topic(shell: Shell, topics: Client, told: signal.Signals) -> None:
+    def made() -> list[str]:
+        return [one.topic for one in topics.list_topics("topics-bench-") if one.head_seq]
+
+    with shell.begin("bench", "--seconds", "1000") as bench:
+        poll("its first record", lambda: bool(made()), 60.0)
+        bench.send_signal(told)
+        assert bench.wait(DEADLINE_S) == 128 + told
+    assert not made()
+
+
+def test_https_where_nobody_speaks_it_is_told(shell: Shell, service: Service) -> None:
+    done = shell.run("list", "--url", service.url.replace("http:", "https:"), "--patience-s", "0")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "speaks no TLS: write http://" in done.stderr
 
 
 AT_ONCE = "import sys, topics.progress as bars, topics.cli.main as cli; bars.AFTER_S = 0; sys.exit(cli.main())"

@@ -145,7 +145,12 @@ def test_no_create(shell: Shell, topic: str) -> None:
     assert "topic_not_found" in done.stderr
 
 
-def test_ctrl_c_says_what_is_written(shell: Shell, topics: Client, topic: str) -> None:
+@pytest.mark.parametrize(
+    ("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
+)
+def test_an_interruption_says_what_is_written(
+    shell: Shell, topics: Client, topic: str, told: signal.Signals, code: int
+) -> None:
     with shell.begin("write", topic, stdin=subprocess.PIPE) as writing:
         assert writing.stdin is not None
         assert writing.stdout is not None
@@ -154,8 +159,8 @@ def test_ctrl_c_says_what_is_written(shell: Shell, topics: Client, topic: str) -
         poll("two lines to be in the topic", lambda: len(data_of(topics, topic)) == 2, 30.0)
         writing.stdin.write(b"3\n")
         poll("another line to be in the topic", lambda: len(data_of(topics, topic)) == 3, 30.0)
-        writing.send_signal(signal.SIGINT)
-        assert writing.wait(DEADLINE_S) == 130
+        writing.send_signal(told)
+        assert writing.wait(DEADLINE_S) == code
         (summary,) = values(writing.stdout.read().decode())
         said = writing.stderr.read().decode()
     # The last line is in the topic; whether its answer had come is a matter of luck, and what is said goes by that.

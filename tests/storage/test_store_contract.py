@@ -240,6 +240,13 @@ def test_the_probe_says_which_call_is_denied(method: str, what: str, way_out: st
     assert way_out in found[0]
 
 
+def test_the_probe_of_a_directory_advises_no_right_of_a_bucket(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (line,) = probe(f"file://{tmp_path}/file/below", TIMEOUT_MS)
+    assert line.startswith("cannot write: ")
+    assert line.endswith("; let this user do so")
+
+
 def test_the_probe_says_that_a_bucket_cannot_be_reached(s3: Proxy, s3_place: str) -> None:
     with s3.failing("drop"):
         (line,) = probe(s3_place, TIMEOUT_MS)

@@ -112,6 +112,56 @@ def test_the_check_finds_memory_of_another_user(tmp_path: Path) -> None:
         left.destroy()
 
 
+def test_the_memory_of_a_service_that_runs_is_not_said_to_be_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of another user advised to give it away, which would have broken the service at its next restart."""
+    mine = settings(tmp_path)
+    os.mkdir(mine.data_dir)
+    left = SharedMemory.create(shm_names.identity(mine.data_dir), 1, 1, 1 << 16)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
+
+    def of_memory() -> str | None:
+        (problem,) = (problem for subject, problem in check(mine) if subject.startswith("shared memory"))
+        return problem
+
+    try:
+        assert "was killed and has left" in (of_memory() or "")
+        lock = DataDirLock.acquire(mine.data_dir)
+        try:
+            assert of_memory() is None
+        finally:
+            lock.release()
+    finally:
+        left.destroy()
+
+
+def test_the_check_says_that_a_port_file_cannot_be_written(tmp_path: Path) -> None:
+    def of_port_file(path: Path) -> str | None:
+        found = dict(check(settings(tmp_path, port_file=str(path))))
+        problem: str | None = found[f"port file {path}"]
+        return problem
+
+    (tmp_path / "file").touch()
+    assert of_port_file(tmp_path / "file") is None
+    assert of_port_file(tmp_path / "new") is None
+    assert of_port_file(tmp_path) == f"{tmp_path} is a directory; choose another TOPICS_PORT_FILE"
+    below = tmp_path / "none" / "port"
+    assert of_port_file(below) == f"there is no directory {tmp_path}/none; choose another TOPICS_PORT_FILE"
+    assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+@pytest.mark.parametrize("word", ["run", "check", "status", "stop"])
+def test_an_empty_flag_is_not_the_default(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--data-dir "$UNSET"` started a service on ./topics-data."""
+    monkeypatch.chdir(tmp_path)
+    assert main([word, "--data-dir", ""]) == 2
+    assert capsys.readouterr().err == "topics-supervisor: --data-dir=: must be a path\n"
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_service_that_proc_hides_is_told() -> None:
     """systemd's ProtectProc= hides it from the `reload` of its own unit."""
     namespace = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]

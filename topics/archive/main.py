@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from topics.archive.archiver import LEADER_SIGN_MS, Archiver, ArchiverPlan
-from topics.archive.shipping import Shipper
+from topics.archive.shipping import NoMomentError, Shipper
 from topics.core.clock import Clock, SystemClock
 from topics.log import get_logger
 from topics.settings import Settings
@@ -55,6 +55,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.moment_ends), settings.cold_place)
 
     def make_shipper() -> Shipper:
+        if service_id.known_id(fs, settings.data_dir) is None:
+            raise NoMomentError("no shard of this new service has begun its log yet; try again")
         mask = service_id.epoch_mask(fs, settings.data_dir)
         own_id, url = service_id.keep_id(fs, settings.data_dir), settings.advertise_url or ""
         return Shipper(archive, origin, own_id, clock, epoch_mask=mask, leader_url=url, notes_place=True)

@@ -62,6 +62,13 @@ def _run(name: str, work: Work, options: argparse.Namespace) -> int:
     return code
 
 
+def directory(text: str) -> str:
+    """Parse an argument: a directory. An empty one, mostly an unset `$VARIABLE`, would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no directory: write . for the working directory")
+    return text
+
+
 def place(text: str) -> str:
     """Parse an argument: a directory, or the URL of a bucket. No message repeats one that has credentials in it."""
     if "://" in text or text.startswith("file:"):
@@ -72,7 +79,7 @@ def place(text: str) -> str:
             raise argparse.ArgumentTypeError(str(error)) from None
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no place: write a directory, {url.allowed}") from None
-    return text
+    return directory(text)
 
 
 def mebibytes(size_bytes: int) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from topics.archive.backing_up import backup
-from topics.cli.archive_shared import PLACE, fill_command, mebibytes, place, show
+from topics.cli.archive_shared import PLACE, directory, fill_command, mebibytes, place, show
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.filesystem import OsFileSystem
@@ -25,7 +25,8 @@ _EXAMPLES: Final = """  topics backup --data-dir ./topics-data --to /mnt/backup/
 
 def fill(parser: argparse.ArgumentParser) -> None:
     fill_command(parser, "backup", _run, about=_ABOUT, examples=_EXAMPLES)
-    parser.add_argument("--data-dir", metavar="DIR", required=True, help="the service's TOPICS_DATA_DIR")
+    about = "the service's TOPICS_DATA_DIR"
+    parser.add_argument("--data-dir", metavar="DIR", type=directory, required=True, help=about)
     parser.add_argument("--to", metavar="PLACE", type=place, required=True, help=PLACE)
     cold = parser.add_mutually_exclusive_group()
     cold.add_argument("--cold-dir", metavar="DIR", type=place, help="the service's TOPICS_COLD_DIR, if it has one")

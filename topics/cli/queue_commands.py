@@ -96,9 +96,15 @@ def fill(parser: argparse.ArgumentParser) -> None:
     peek.add_argument("--from-seq", metavar="SEQ", type=shared.whole, default=0, help="only jobs behind this seq (0)")
 
 
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no name: leave --node out for that of this machine")
+    return text
+
+
 def _add_node(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--node", default=f"topics-cli@{socket.gethostname()[:64]}", help="name of the worker (%(default)s)"
+        "--node", type=_name, default=f"topics-cli@{socket.gethostname()[:64]}", help="name of the worker (%(default)s)"
     )
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
-import sys
 from functools import partial
 from typing import Final
 
@@ -14,9 +12,9 @@ import msgspec
 
 from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, Restored, WantedMoment, plan, reserved
-from topics.cli.archive_shared import PLACE, fill_command, mebibytes, place, show
+from topics.cli.archive_shared import PLACE, directory, fill_command, mebibytes, place, show
 from topics.cli.read import timestamp_ms
-from topics.cli.shared import positive
+from topics.cli.shared import end_in_order, positive
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, base_name, open_archive
@@ -38,9 +36,8 @@ _EXAMPLES: Final = """  topics restore /mnt/backup/topics --data-dir ./restored
 def fill(parser: argparse.ArgumentParser) -> None:
     fill_command(parser, "restore", _run, about=_ABOUT, examples=_EXAMPLES)
     parser.add_argument("place", metavar="FROM", type=place, help=PLACE)
-    parser.add_argument(
-        "--data-dir", metavar="DIR", required=True, help="the directory to make; it must not exist, or be empty"
-    )
+    about = "the directory to make; it must not exist, or be empty"
+    parser.add_argument("--data-dir", metavar="DIR", type=directory, required=True, help=about)
     parser.add_argument(
         "--copy",
         action="store_true",
@@ -64,14 +61,8 @@ def _topic_seq(text: str) -> tuple[str, int]:
     return topic, positive(seq)
 
 
-def _give_up(number: int, _: object) -> None:
-    """End the restore as Ctrl-C does: it gives its loan back. Ignore a second signal meanwhile."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
 def _run(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, _give_up)
+    end_in_order()  # it gives its loan back
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
     if options.take_over:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
 import textwrap
 import time
@@ -41,7 +42,7 @@ _CODES: Final = """exit codes:
   3    no service was reached, or none answered
   5    the output has a gap: records were lost to a cap, a ttl or damage
   6    found what it looks for: `apply --plan` a difference, `lag --over` such a reader, `doctor` something wrong
-  130  interrupted (Ctrl-C); 141 the reader of the output closed it"""
+  130  interrupted (Ctrl-C); 143 by SIGTERM, 129 by SIGHUP; 141 the reader of the output closed it"""
 T = TypeVar("T")
 CLASSES: Final[tuple[str, ...]] = get_args(Durability)
 Work = Callable[[Client, argparse.Namespace], int]
@@ -90,6 +91,7 @@ def add_data_only(parser: argparse.ArgumentParser) -> None:
 
 def run(name: str, work: Work, options: argparse.Namespace) -> int:
     """Run the whole command. Return the exit code; an error is one line on stderr."""
+    end_in_order()
     try:
         retry = Retry(total_s=getattr(options, "patience_s", PATIENCE_DEFAULT_S))
         with Client(url_of(options), token=_key(options), retry=retry) as client:
@@ -98,19 +100,37 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
         say(name, f"{error} (--url or TOPICS_URL names the service)")
         return EXIT_UNREACHABLE
     except ApiError as error:
-        say(name, f"{error.code}: {error.message}")
+        cause = error.detail.get("cause")  # as ENOSPC, by which docs/operations.md lists what to do
+        say(name, f"{error.code}: {error.message}" + (f" ({cause})" if cause else ""))
         return EXIT_REFUSED
     except (UsageError, ClientError) as error:
         say(name, str(error))
         return EXIT_USAGE
 
 
+def end_in_order() -> None:
+    """Have SIGTERM and SIGHUP end this program as Ctrl-C does, so that it says what it did, and leaves nothing behind.
+    One that is ignored (`nohup`) stays so, and a second one is.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
+def _end(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def url_of(options: argparse.Namespace) -> str:
-    return getattr(options, "url", None) or options.environment.get("TOPICS_URL") or URL_DEFAULT
+    """Return the service's address. An empty variable is none; an empty `--url` is an error, as is one of `$UNSET`."""
+    given: str | None = getattr(options, "url", None)
+    return (options.environment.get("TOPICS_URL") or URL_DEFAULT) if given is None else given
 
 
 def key_file_of(options: argparse.Namespace) -> str | None:
-    return getattr(options, "key_file", None) or options.environment.get("TOPICS_KEY_FILE") or None
+    given: str | None = getattr(options, "key_file", None)
+    return (options.environment.get("TOPICS_KEY_FILE") or None) if given is None else given
 
 
 def changes(now: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -151,7 +171,7 @@ def _key(options: argparse.Namespace) -> str | None:
         with open(path, encoding="ascii") as file:
             key = file.read().strip()
     except OSError as error:
-        raise UsageError(f"key file {path}: {error.strerror}") from None
+        raise UsageError(f"key file {path or repr(path)}: {error.strerror}") from None
     except UnicodeDecodeError:
         key = ""
     # No message shows the contents of a wrong file, which may hold another secret.

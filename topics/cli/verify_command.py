@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from topics.cli.archive_shared import place, show
+from topics.cli.archive_shared import directory, place, show
 from topics.progress import progress
 from topics.storage.lock import DataDirLocked
 from topics.storage.segment_check import Report
@@ -26,7 +26,7 @@ _CODES: Final = """exit codes:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _CODES, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("data_dir", metavar="DIR", help="the service's TOPICS_DATA_DIR")
+    parser.add_argument("data_dir", metavar="DIR", type=directory, help="the service's TOPICS_DATA_DIR")
     cold = parser.add_mutually_exclusive_group()
     cold.add_argument(
         "--cold-dir",

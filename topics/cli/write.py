@@ -83,7 +83,7 @@ def _write(client: Client, options: argparse.Namespace) -> int:
     try:
         for batch in batches:
             writing.write(batch)
-    except (BadLineError, ClientError, KeyboardInterrupt) as error:
+    except (BadLineError, ClientError, KeyboardInterrupt, SystemExit) as error:
         say("write", writing.state_after(error))
         raise
     finally:

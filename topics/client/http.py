@@ -31,6 +31,8 @@ class NotSentError(TransportError):
 def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "nothing came in time"
+    if isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+        return "what answers there speaks no TLS: write http://, or put a proxy with TLS in front of it"
     if error.errno is not None and error.errno > 0 and not isinstance(error, ssl.SSLError):
         return os.strerror(error.errno)  # asyncio's own text does not say why a connection failed
     return str(error) or type(error).__name__

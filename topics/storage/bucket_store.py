@@ -274,7 +274,7 @@ def probe(url: str, timeout_ms: int) -> Iterator[str]:
         except (OSError, EOFError) as error:
             reason = str(error)
         if reason is not None:
-            yield f"cannot {what}: {reason}; {way_out}"
+            yield f"cannot {what}: {reason}; {'let this user do so' if url.startswith('file:') else way_out}"
             if what == "write":
                 return  # nothing else can be tried without an object
 

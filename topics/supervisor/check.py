@@ -122,15 +122,17 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
     cold += _lender_findings(settings.data_dir)
     cold += [] if settings.archive_url is None else [_archive_finding(settings.archive_url, settings.data_dir)]
     cold += [] if settings.follow is None else [_followed_finding(settings.follow, settings)]
+    if settings.port_file is not None:
+        cold.append(CheckFinding(f"port file {settings.port_file}", _port_file_problem(settings.port_file)))
+    lock_problem = _lock_problem(settings.data_dir)
+    # The memory of a service that runs is not left behind; nor is it known to be, if the lock cannot be read.
+    strange = None if lock_problem else strangers_memory(settings.data_dir)
     return [
         CheckFinding(f"data directory {settings.data_dir}", _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")),
         *cold,
-        CheckFinding("lock", _lock_problem(settings.data_dir)),
+        CheckFinding("lock", lock_problem),
         CheckFinding("data format", _format_problem(settings)),
-        CheckFinding(
-            f"shared memory in {SHM_ROOT}",
-            strangers_memory(settings.data_dir) or shared_memory_shortage(settings, statvfs),
-        ),
+        CheckFinding(f"shared memory in {SHM_ROOT}", strange or shared_memory_shortage(settings, statvfs)),
         CheckFinding(f"address {show(settings.host, settings.port)}", _address_problem(settings)),
         CheckFinding(f"open files ({most_files})", open_files_shortage(most_files)),
         CheckFinding("file size", file_size_shortage(settings, most_bytes)),
@@ -145,6 +147,15 @@ def _dir_problem(path: str, variable: str) -> str | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"user {os.geteuid()} may not write {existing}; give it the right or choose another {variable}"
     return None
+
+
+def _port_file_problem(path: str) -> str | None:
+    """Return why the file cannot be written. A start makes no directory for it."""
+    folder = os.path.dirname(path)
+    if os.path.isdir(path) or not os.path.isdir(folder):
+        found = f"{path} is a directory" if os.path.isdir(path) else f"there is no directory {folder}"
+        return f"{found}; choose another TOPICS_PORT_FILE"
+    return _dir_problem(folder, "TOPICS_PORT_FILE")
 
 
 def _existing(path: str) -> str:

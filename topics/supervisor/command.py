@@ -110,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flags(options: argparse.Namespace) -> dict[str, str]:
-    return {name: value for name in (*VARIABLES, *COMMAND_LINE_ONLY) if (value := getattr(options, name, None))}
+    names = (*VARIABLES, *COMMAND_LINE_ONLY)
+    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
