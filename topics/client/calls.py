@@ -83,7 +83,8 @@ class LeasedJob(Protocol):
 def path_of(*parts: str) -> str:
     """Return the path `/v0/…` of these parts, quoted. ClientError for a name that is empty or no text."""
     if not all(isinstance(part, str) and part for part in parts):
-        raise ClientError(f"{parts!r}: a name in this path is empty or no text: give one like 'orders'")
+        path = "/".join(part if isinstance(part, str) else repr(part) for part in parts)
+        raise ClientError(f"/v0/{path}: a name in this path is empty or no text: give one like 'orders'")
     return _quoted(*parts)
 
 
