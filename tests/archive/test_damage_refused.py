@@ -147,6 +147,37 @@ def test_a_follower_behind_a_hole_begins_anew_with_any_whole_base_there(service:
     service.bucket.objects[name] = whole
 
 
+@pytest.mark.parametrize("kind", ["index", "piece"])
+def test_a_follower_keeps_what_it_has_if_no_newer_base_can_be_copied(service: Archiving, kind: str) -> None:
+    """It gave up everything, and then the copy failed: the objects of bases alone were looked at before."""
+    if kind == "index":
+        stay_behind_a_hole(service, bases=3)
+        bases = [service.archive.base(1, number)[0] for number in service.archive.bases(1)[1:]]
+        names = {ref.name for base in bases for ref in base.files if ref.path.endswith(".idx")}
+    else:
+        follow_and_go_back(service)
+        for _ in range(4):
+            service.append("a", 1, "disk")
+            service.ship(0)
+        [number] = service.archive.bases(2)
+        assert service.archive.last_piece(2, number) > number
+        names = {piece_name(2, number)}
+    rig = service.follower
+    assert rig is not None
+    first = rig.shown
+    whole = {name: service.bucket.objects[name] for name in names}
+    service.bucket.objects.update({name: harmed(whole[name], "changed") for name in names})
+    for _ in range(6):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    assert rig.shown == first
+    service.bucket.objects.update(whole)
+    for _ in range(6):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    assert rig.shown == max(service.moments)
+
+
 def test_a_follower_begins_with_an_older_base_if_an_index_is_damaged(service: Archiving) -> None:
     ship_bases(service)
     *older, last = service.archive.bases(1)

@@ -111,6 +111,7 @@ class Follower:
                 self._has_sign()
                 if not self._cell.get("bases"):
                     self._load()
+                self._show()  # what is here is served while the archive cannot be read
                 self._look()  # first: the leader is asked for what is behind all bytes of the archive
             has_news = self._listen()
             has_news |= self._skim() if self._tells else self._look()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
@@ -406,7 +407,17 @@ class Replica:
         """Return the error to raise. Raise ArchiveDamagedError if the archive's last moment cannot be copied: what is
         here is better than nothing.
         """
-        self._plan()
+        while True:
+            found = self._plan()
+            number, base = found.generation.number, found.base
+            paths = {ref.path for ref in base.files}
+            # Data of sealed segments, which have tags, come later, if anything can be borrowed.
+            copied = (ref for ref in base.files if ref.path.removesuffix(".data") + ".tags" not in paths)
+            with suppress(ArchiveDamagedError):  # the next plan takes another base, or raises
+                deque(fetched_ahead(self.archive.file, copied), 0)
+                break
+        # All older bases need these pieces, too.
+        deque(fetched_ahead(lambda no: self.archive.piece(number, no), range(base.first_piece, base.number + 1)), 0)
         return BeginAnewError(reason)
 
     def _plan(self) -> Plan:
