@@ -25,6 +25,7 @@ from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.archive.shipping import Shipper
 from topics.cli import restore
 from topics.frontend.txn.coordinator import Stages
+from topics.shm.control import EXIT_AGAIN
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
     Archive,
@@ -144,6 +145,70 @@ def test_a_follower_behind_a_hole_begins_anew_with_any_whole_base_there(service:
         service.world.clock.ms += 20_000
         service.follow([])
     assert rig.shown == max(service.moments)
+    service.bucket.objects[name] = whole
+
+
+def test_a_follower_starts_again_with_a_base_that_a_damaged_piece_is_behind(service: Archiving) -> None:
+    """It had copied the base, and the other processes of its service were never told to begin with that."""
+    ship_bases(service)
+    for _ in range(6):
+        service.ship(0)  # until no base is due
+    last = service.archive.bases(1)[-1]
+    for _ in range(2):
+        service.append("d", 1, "disk")
+        service.ship(0)
+    assert service.archive.bases(1)[-1] == last
+    name = piece_name(1, last + 1)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "changed")
+    rig = service.follower_in(os.path.join(service.directory, "follower"))
+    rig.follower.step()
+    assert rig.follower.exit_code == EXIT_AGAIN
+    rig.restart_service()
+    for _ in range(3):
+        rig.advance()
+    assert rig.shown == (1, last)
+    rig.close()
+    service.bucket.objects[name] = whole
+
+
+@pytest.mark.parametrize("promotes", [False, True])
+def test_a_follower_begins_anew_with_a_base_behind_a_damaged_piece(service: Archiving, promotes: bool) -> None:
+    """It tried the piece for ever, looked for no base, and could not take over."""
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    shown = rig.shown
+    assert shown is not None
+    last = service.archive.bases(1)[-1]
+    for _ in range(2):
+        service.append("d", 1, "disk")
+        service.ship(0)
+    name = piece_name(1, shown[1] + 1)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "changed")
+    for _ in range(4):
+        service.follow([])
+    assert rig.shown == shown, "no base is behind it"
+    service.cut()
+    while service.archive.bases(1)[-1] < shown[1] + 4:
+        service.append("d", 1, "disk")
+        service.ship(0)
+    service.cut()
+    while service.archive.base(1, service.archive.bases(1)[-1])[0].first_piece <= shown[1] + 1:
+        service.append("d", 1, "disk")
+        service.ship(0)
+    assert service.archive.bases(1)[-1] > last
+    if promotes:
+        service.take_over([])
+        assert service.former is not None
+    else:
+        for _ in range(8):
+            service.world.clock.ms += 20_000
+            service.follow([])
+        assert rig.shown == max(service.moments)
     service.bucket.objects[name] = whole
 
 

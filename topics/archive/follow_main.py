@@ -18,7 +18,7 @@ from typing import Final
 from topics.archive.archiver import LEADER_SIGN_MS
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.main import REQUEST_MS, STOP, stand_by
-from topics.archive.promoting import promote
+from topics.archive.promoting import begin_promotion, promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
@@ -200,8 +200,12 @@ class Follower:
         try:
             with self._uncounted():
                 has_news = self._replica.step()
-        except _FAILURES:
+        except _FAILURES as error:
             self._has_sign()  # counts as a sign: the leader may not reach the archive either
+            if isinstance(error, ArchiveDamagedError):  # a base may be behind the damage
+                if self.promote.is_set():
+                    begin_promotion(self._replica)
+                self._tend_base()
             raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")

@@ -86,6 +86,8 @@ class Replica:
         """The ends of the logs in the last piece that ended a moment."""
         self.has_hole = False
         """True if the next piece of the archive does not go on here. The next base is behind this hole."""
+        self._damaged_looks = 0
+        """Looks in a row that met damage in the next piece, or in one whose files it needs. One may be by chance."""
         self.is_over = False
         """True if the generation is closed, and all of it is here."""
         self._seen = self._seen_behind = 0
@@ -132,17 +134,20 @@ class Replica:
         looked_ms, generation = self._clock.now_ms(), self.note.generation
         last = self.archive.last_piece(generation, self.laid_piece)
         wanted = range(self.laid_piece + 1, last + 1)
-        for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
-            if piece.taken_over_by:
-                self.is_over = True
-                break
-            try:
+        try:
+            for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
+                if piece.taken_over_by:
+                    self.is_over = True
+                    break
                 self._lay_out(piece, payload)
-            except MissingBytesError:
-                self.has_hole = True
-                break
-        else:
-            self.looked_ms = looked_ms
+            else:
+                self.looked_ms = looked_ms
+        except MissingBytesError:
+            self.has_hole = True
+        except ArchiveDamagedError:
+            self._damaged_looks += 1
+            raise
+        self._damaged_looks = 0
         if wanted:
             self.end_at_base()
         behind = self.archive.last_piece(generation + 1, self._seen_behind) if self.is_over else 0
@@ -356,7 +361,11 @@ class Replica:
         fence_id = self.note.fence_id if self.note.generation <= generation.number else ""
         self.note = FollowNote(self.note.url, generation.number, base.number, self.laid_piece, ends, fence_id=fence_id)
         self._note_base(base)
-        self.step()
+        try:
+            self.step()
+        except (OSError, ArchiveDamagedError):
+            if self.note.piece < base.number:
+                raise  # else the rest comes once the service has started with what is here
         if self.note.piece < base.number:
             raise ArchiveDamagedError(f"{self.archive.store.place('')}: base {base.number} has no moment")
 
@@ -376,8 +385,9 @@ class Replica:
             raise self.anew(f"the archive goes on with generation {newest}, this is {self.note.generation}")
         number = self.archive.bases(newest)[-1]
         if number > self.note.piece:
-            if self.has_hole or self.archive.last_piece(newest, self.laid_piece) < number:
-                raise self.anew(f"pieces between {self.laid_piece} and base {number} are not in the archive")
+            is_damaged = self._damaged_looks > 1 and number > self.laid_piece
+            if self.has_hole or is_damaged or self.archive.last_piece(newest, self.laid_piece) < number:
+                raise self.anew(f"pieces between {self.laid_piece} and base {number} are missing or damaged")
             if number != self.laid_piece:
                 return False
             self._end_moment(*self.archive.piece(newest, number))  # its base makes it a moment
