@@ -25,6 +25,7 @@ from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.archive.shipping import Shipper
 from topics.cli import restore
 from topics.frontend.txn.coordinator import Stages
+from topics.shm.control import EXIT_AGAIN
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
     Archive,
@@ -145,6 +146,101 @@ def test_a_follower_behind_a_hole_begins_anew_with_any_whole_base_there(service:
         service.follow([])
     assert rig.shown == max(service.moments)
     service.bucket.objects[name] = whole
+
+
+def test_a_follower_starts_again_with_a_base_that_a_damaged_piece_is_behind(service: Archiving) -> None:
+    """It had copied the base, and the other processes of its service were never told to begin with that."""
+    ship_bases(service)
+    for _ in range(6):
+        service.ship(0)  # until no base is due
+    last = service.archive.bases(1)[-1]
+    for _ in range(2):
+        service.append("d", 1, "disk")
+        service.ship(0)
+    assert service.archive.bases(1)[-1] == last
+    name = piece_name(1, last + 1)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "changed")
+    rig = service.follower_in(os.path.join(service.directory, "follower"))
+    rig.follower.step()
+    assert rig.follower.exit_code == EXIT_AGAIN
+    rig.restart_service()
+    for _ in range(3):
+        rig.advance()
+    assert rig.shown == (1, last)
+    rig.close()
+    service.bucket.objects[name] = whole
+
+
+@pytest.mark.parametrize("promotes", [False, True])
+def test_a_follower_begins_anew_with_a_base_behind_a_damaged_piece(service: Archiving, promotes: bool) -> None:
+    """It tried the piece for ever, looked for no base, and could not take over."""
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    shown = rig.shown
+    assert shown is not None
+    last = service.archive.bases(1)[-1]
+    for _ in range(2):
+        service.append("d", 1, "disk")
+        service.ship(0)
+    name = piece_name(1, shown[1] + 1)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "changed")
+    for _ in range(4):
+        service.follow([])
+    assert rig.shown == shown, "no base is behind it"
+    service.cut()
+    while service.archive.bases(1)[-1] < shown[1] + 4:
+        service.append("d", 1, "disk")
+        service.ship(0)
+    service.cut()
+    while service.archive.base(1, service.archive.bases(1)[-1])[0].first_piece <= shown[1] + 1:
+        service.append("d", 1, "disk")
+        service.ship(0)
+    assert service.archive.bases(1)[-1] > last
+    if promotes:
+        service.take_over([])
+        assert service.former is not None
+    else:
+        for _ in range(8):
+            service.world.clock.ms += 20_000
+            service.follow([])
+        assert rig.shown == max(service.moments)
+    service.bucket.objects[name] = whole
+
+
+@pytest.mark.parametrize("kind", ["index", "piece"])
+def test_a_follower_keeps_what_it_has_if_no_newer_base_can_be_copied(service: Archiving, kind: str) -> None:
+    """It gave up everything, and then the copy failed: the objects of bases alone were looked at before."""
+    if kind == "index":
+        stay_behind_a_hole(service, bases=3)
+        bases = [service.archive.base(1, number)[0] for number in service.archive.bases(1)[1:]]
+        names = {ref.name for base in bases for ref in base.files if ref.path.endswith(".idx")}
+    else:
+        follow_and_go_back(service)
+        for _ in range(4):
+            service.append("a", 1, "disk")
+            service.ship(0)
+        [number] = service.archive.bases(2)
+        assert service.archive.last_piece(2, number) > number
+        names = {piece_name(2, number)}
+    rig = service.follower
+    assert rig is not None
+    first = rig.shown
+    whole = {name: service.bucket.objects[name] for name in names}
+    service.bucket.objects.update({name: harmed(whole[name], "changed") for name in names})
+    for _ in range(6):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    assert rig.shown == first
+    service.bucket.objects.update(whole)
+    for _ in range(6):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    assert rig.shown == max(service.moments)
 
 
 def test_a_follower_begins_with_an_older_base_if_an_index_is_damaged(service: Archiving) -> None:

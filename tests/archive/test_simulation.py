@@ -433,6 +433,32 @@ def test_behind_a_damaged_newest_base_another_one_is_made(service: Archiving) ->
     }
 
 
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_running_archiver_replaces_a_damaged_newest_base(
+    service: Archiving, keeps_all: bool, is_missing: bool
+) -> None:
+    """It did so only when it started again, or with the next base. Nothing waits for the base: each moment is one."""
+    service.world.keep_ms = 0 if keeps_all else 7 * archiver.BASE_MS
+    service.archiver_dies(0)
+    ship_bases(service)
+    for _ in range(6):
+        service.ship(0)  # syncs write, too, and then a base may be due
+    last = service.archive.bases(1)[-1]
+    name, end = base_name(1, last), service.archive.last_piece(1, last)
+    whole = service.bucket.objects.pop(name) if is_missing else service.bucket.objects[damage(service, name)]
+    service.world.clock.ms += archiver.PRUNE_MS
+    with capture_logs() as logs:
+        for _ in range(4):
+            service.ship(0)
+    newest = service.archive.bases(1)[-1]
+    assert newest == end + 1, "one, though nothing was written"
+    assert service.archive.piece(1, newest)[0].is_moment
+    assert [name in line["reason"] for line in logs if "another one is made at once" in line["event"]] == [True]
+    assert plan(service.archive, WantedMoment()).base.number == newest
+    service.bucket.objects[name] = whole if is_missing else whole[:-1] + bytes([whole[-1] ^ 1])
+
+
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_follower_begins_with_an_older_base_if_the_newest_one_is_damaged(service: Archiving, harm: str) -> None:
     """It could not begin, though an older base and the pieces behind it were there. When the next base comes, it takes
@@ -909,6 +935,38 @@ def test_a_follower_looks_into_the_archive_before_it_asks_the_leader(service: Ar
         service.follow([])
     assert (rig.replica is replica, rig.shown) == (True, max(service.moments))
     service.bucket.objects[name] = whole
+
+
+@pytest.mark.parametrize("trouble", ["away", "damaged"])
+def test_a_follower_that_starts_while_the_archive_cannot_be_read_serves_what_it_has(
+    service: Archiving, trouble: str
+) -> None:
+    """Its shards waited until it had looked into the archive once, and it served nothing."""
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    shown, bucket = rig.shown, rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    assert shown == max(service.moments)
+    service.append("d", 1, "disk")
+    service.ship(0)
+    name = piece_name(1, shown[1] + 1)
+    whole = service.bucket.objects[name]
+    if trouble == "away":
+        bucket.is_away = True
+    else:
+        damage(service, name)
+    rig.restart_service()
+    for _ in range(3):
+        service.follow([])
+    assert rig.shown == shown
+    bucket.is_away = False
+    service.bucket.objects[name] = whole
+    for _ in range(3):
+        service.follow([])
+    assert rig.shown == max(service.moments)
 
 
 def test_a_second_archiver_leaves_the_files_of_a_base_alone(keeping: Archiving) -> None:
@@ -1663,6 +1721,43 @@ def test_a_record_that_came_in_a_hole_is_in_the_base_behind_it(service: Archivin
     assert {_first_with(service, seq) for seq in range(4, 22)} == {(2, 2)}
     with pytest.raises(NotThereError, match="has no record 22"):
         _first_with(service, 22)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_record_of_a_topic_that_was_deleted_is_found_in_front_of_later_bases(keeping: Archiving, again: bool) -> None:
+    """A restore to its seq said that there is no such record. So it did if a topic was made again under this name."""
+    shipper = keeping.leader.shipper()
+    shipper.begin()
+    shipper.base()
+    moments: list[int] = []
+    for name in ("a", "b"):  # the first one is in a base, the other one comes and goes between two
+        for _ in range(2):
+            keeping.append(name, 4, "disk")
+            moments.append(shipper.ship().piece)
+        if name == "a":
+            keeping.cut()
+            shipper.base()
+    for name in ("a", "b"):
+        keeping.delete_topic(name)
+        if again:
+            keeping.append(name, 2, "disk")
+    for _ in range(2):
+        keeping.append("d", 3, "disk")
+        keeping.cut()
+        shipper.base()
+    first, *_ = keeping.archive.bases(1)
+    for at, (name, seq) in enumerate((name, seq) for name in ("a", "b") for seq in (3, 7)):
+        found = plan(keeping.archive, WantedMoment(topic=name, seq=seq))
+        assert found.moment.number == moments[at]
+        assert found.base.number <= moments[at]
+    for name in ("a", "b", "never"):
+        with pytest.raises(NotThereError, match=f"{name!r} has no record 9"):
+            plan(keeping.archive, WantedMoment(topic=name, seq=9))
+    whole = keeping.bucket.objects[base_name(1, first)]
+    damage(keeping, base_name(1, first))
+    with pytest.raises(ArchiveDamagedError, match=base_name(1, first)):
+        plan(keeping.archive, WantedMoment(topic="a", seq=9))
+    keeping.bucket.objects[base_name(1, first)] = whole
 
 
 def test_a_record_is_found_behind_a_snapshot_that_ends_in_a_frame_of_two_pieces(

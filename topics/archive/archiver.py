@@ -239,7 +239,7 @@ class Archiver:
         if self._clock.monotonic_ms() < self._base_not_before_ms:
             return False
         base = shipper.last_base
-        if base is None or not shipper.is_based:
+        if base is None or shipper.lacks_base:
             return True
         pieces = self._counted.piece - base.number
         is_old = pieces > 0 and self._clock.now_ms() - base.taken_ms >= BASE_MS
@@ -251,17 +251,21 @@ class Archiver:
             self._underway = None
 
     def _prune(self, shipper: Shipper) -> None:
-        """Have a helper remove what only moments older than `keep_ms` need, once in PRUNE_MS."""
+        """Once in PRUNE_MS, have a helper look at the newest base, and remove what only moments older than `keep_ms`
+        need.
+        """
         now_ms, trusted_ms = self._clock.monotonic_ms(), self._expiry.now_ms()
-        if not self._plan.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
+        if now_ms < self._prune_not_before_ms or self._underway is not None:
             return
         shipper.require_end()  # a service that was taken over from must not prune
         self._prune_not_before_ms = now_ms + PRUNE_MS
-        before_ms = trusted_ms - self._plan.keep_ms
-        self._helpers.submit(self._prune_before, before_ms)
+        self._helpers.submit(self._prune_before, shipper, trusted_ms - self._plan.keep_ms)
 
-    def _prune_before(self, before_ms: int) -> None:
+    def _prune_before(self, shipper: Shipper, before_ms: int) -> None:
         try:
+            shipper.look_at_base()
+            if not self._plan.keep_ms:
+                return
             removed = prune(self._archive, before_ms)
         except OSError as error:
             self._tell(error, "the archive cannot be pruned now, which will be repeated")

@@ -18,7 +18,7 @@ from typing import Final
 from topics.archive.archiver import LEADER_SIGN_MS
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.main import REQUEST_MS, STOP, stand_by
-from topics.archive.promoting import promote
+from topics.archive.promoting import begin_promotion, promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
@@ -111,6 +111,7 @@ class Follower:
                 self._has_sign()
                 if not self._cell.get("bases"):
                     self._load()
+                self._show()  # what is here is served while the archive cannot be read
                 self._look()  # first: the leader is asked for what is behind all bytes of the archive
             has_news = self._listen()
             has_news |= self._skim() if self._tells else self._look()
@@ -199,8 +200,12 @@ class Follower:
         try:
             with self._uncounted():
                 has_news = self._replica.step()
-        except _FAILURES:
+        except _FAILURES as error:
             self._has_sign()  # counts as a sign: the leader may not reach the archive either
+            if isinstance(error, ArchiveDamagedError):  # a base may be behind the damage
+                if self.promote.is_set():
+                    begin_promotion(self._replica)
+                self._tend_base()
             raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")

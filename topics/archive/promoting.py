@@ -56,6 +56,12 @@ def take_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
     return settings
 
 
+def begin_promotion(replica: Replica) -> None:
+    """Note that a promotion is under way: it goes on after each start, also with another copy."""
+    if not replica.note.fence_id:
+        replica.keep_note(fence_id=secrets.token_hex(8))
+
+
 def promote(replica: Replica, clock: Clock, by: str) -> None:
     """Have a follower take over from its leader: close the leader's history, copy all that it has shipped, keep what it
     has told, and note that this service leads from now on. `by` is the follower's name for people.
@@ -63,8 +69,7 @@ def promote(replica: Replica, clock: Clock, by: str) -> None:
     Raise BeginAnewError if another service has taken over already, or the directory cannot get to the end of the
     history. After OSError and ArchiveDamagedError, call it again.
     """
-    if not replica.note.fence_id:
-        replica.keep_note(fence_id=secrets.token_hex(8))
+    begin_promotion(replica)
     generation = replica.note.generation
     replica.require_archive()
     if not replica.archive.has_generation(generation):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
@@ -85,6 +86,8 @@ class Replica:
         """The ends of the logs in the last piece that ended a moment."""
         self.has_hole = False
         """True if the next piece of the archive does not go on here. The next base is behind this hole."""
+        self._damaged_looks = 0
+        """Looks in a row that met damage in the next piece, or in one whose files it needs. One may be by chance."""
         self.is_over = False
         """True if the generation is closed, and all of it is here."""
         self._seen = self._seen_behind = 0
@@ -131,17 +134,20 @@ class Replica:
         looked_ms, generation = self._clock.now_ms(), self.note.generation
         last = self.archive.last_piece(generation, self.laid_piece)
         wanted = range(self.laid_piece + 1, last + 1)
-        for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
-            if piece.taken_over_by:
-                self.is_over = True
-                break
-            try:
+        try:
+            for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
+                if piece.taken_over_by:
+                    self.is_over = True
+                    break
                 self._lay_out(piece, payload)
-            except MissingBytesError:
-                self.has_hole = True
-                break
-        else:
-            self.looked_ms = looked_ms
+            else:
+                self.looked_ms = looked_ms
+        except MissingBytesError:
+            self.has_hole = True
+        except ArchiveDamagedError:
+            self._damaged_looks += 1
+            raise
+        self._damaged_looks = 0
         if wanted:
             self.end_at_base()
         behind = self.archive.last_piece(generation + 1, self._seen_behind) if self.is_over else 0
@@ -355,7 +361,11 @@ class Replica:
         fence_id = self.note.fence_id if self.note.generation <= generation.number else ""
         self.note = FollowNote(self.note.url, generation.number, base.number, self.laid_piece, ends, fence_id=fence_id)
         self._note_base(base)
-        self.step()
+        try:
+            self.step()
+        except (OSError, ArchiveDamagedError):
+            if self.note.piece < base.number:
+                raise  # else the rest comes once the service has started with what is here
         if self.note.piece < base.number:
             raise ArchiveDamagedError(f"{self.archive.store.place('')}: base {base.number} has no moment")
 
@@ -375,8 +385,9 @@ class Replica:
             raise self.anew(f"the archive goes on with generation {newest}, this is {self.note.generation}")
         number = self.archive.bases(newest)[-1]
         if number > self.note.piece:
-            if self.has_hole or self.archive.last_piece(newest, self.laid_piece) < number:
-                raise self.anew(f"pieces between {self.laid_piece} and base {number} are not in the archive")
+            is_damaged = self._damaged_looks > 1 and number > self.laid_piece
+            if self.has_hole or is_damaged or self.archive.last_piece(newest, self.laid_piece) < number:
+                raise self.anew(f"pieces between {self.laid_piece} and base {number} are missing or damaged")
             if number != self.laid_piece:
                 return False
             self._end_moment(*self.archive.piece(newest, number))  # its base makes it a moment
@@ -406,7 +417,17 @@ class Replica:
         """Return the error to raise. Raise ArchiveDamagedError if the archive's last moment cannot be copied: what is
         here is better than nothing.
         """
-        self._plan()
+        while True:
+            found = self._plan()
+            number, base = found.generation.number, found.base
+            paths = {ref.path for ref in base.files}
+            # Data of sealed segments, which have tags, come later, if anything can be borrowed.
+            copied = (ref for ref in base.files if ref.path.removesuffix(".data") + ".tags" not in paths)
+            with suppress(ArchiveDamagedError):  # the next plan takes another base, or raises
+                deque(fetched_ahead(self.archive.file, copied), 0)
+                break
+        # All older bases need these pieces, too.
+        deque(fetched_ahead(lambda no: self.archive.piece(number, no), range(base.first_piece, base.number + 1)), 0)
         return BeginAnewError(reason)
 
     def _plan(self) -> Plan:

@@ -199,40 +199,46 @@ def _first_with(archive: Archive, number: int, topic: str, seq: int) -> tuple[Pl
     """Return (the way to a generation's first moment with a record, its time or None if it is gone); or None."""
     bases, found = archive.bases(number), None
     skipped: ArchiveDamagedError | None = None
+    later: set[int] = set()
+    """Ids of the topic in the base behind, before whose moment it did not have the record."""
     last = archive.last_piece(number, bases[-1]) if bases else 0
     for base_no in reversed(bases):
         try:
             base, body = archive.base(number, base_no)
-            at, ts = _piece_with(archive, number, base, bytes(body), topic, seq, last)
-            if not at:
-                break
-            moment = _moment(archive, number, bases, range(at, last + 1))
+            topics = _topics(bytes(body), topic)
+            # A topic that lacks the record in a base lacks it before, unless that was another topic of this name.
+            is_same = found is None and not later.isdisjoint(topics)
+            at, ts = (0, None) if is_same else _piece_with(archive, number, base, topics, topic, seq, last)
+            moment = _moment(archive, number, bases, range(at, last + 1)) if at else None
         except ArchiveDamagedError as error:
             skipped = skipped or error
             continue  # the base before it gives its moments, too
-        skipped = None  # all up to `last` was looked at
-        if moment is None:
-            break
-        found = moment.number, ts
-        if moment.number > base_no:
-            break
-        last = base_no - 1  # the service may have had the record before this base
+        skipped, later, last = None, set(topics), base_no - 1  # all up to `last` was looked at
+        if moment is not None:
+            found = moment.number, ts
+        if found is not None and found[0] > base_no:
+            break  # else the service may have had the record before this base
     if skipped is not None:  # an earlier moment may have the record, even if a later one has been found
         raise ArchiveDamagedError(f"{skipped}; {_NO_OTHER}")
     return None if found is None else (_way(archive, number, bases, [found[0]]), found[1])
 
 
+def _topics(snapshot: bytes, name: str) -> dict[int, FoldedTopic]:
+    """Return the topics of this name in a snapshot, by id."""
+    parts = decode_parts(snapshot) if snapshot else ()
+    return {found.id: found for part in parts for found in part.decoded().topics if found.name == name}
+
+
 def _piece_with(
-    archive: Archive, generation: int, base: Base, snapshot: bytes, topic: str, seq: int, last: int
+    archive: Archive, generation: int, base: Base, topics: dict[int, FoldedTopic], topic: str, seq: int, last: int
 ) -> tuple[int, int | None]:
     """Return (number of the first piece that has the record, `last` + 1 if none has, 0 if a hole comes before; the
-    record's time). If the base's snapshot has the record, the number is the base's.
+    record's time). If one of the `topics` in the base's snapshot has the record, the number is the base's.
     """
-    topics = [found for part in (decode_parts(snapshot) if snapshot else ()) for found in part.decoded().topics]
-    named = {found.id for found in topics if found.name == topic}
-    for known in topics:
-        if known.id in named and known.head_seq >= seq:
+    for known in topics.values():
+        if known.head_seq >= seq:
             return base.number, _ts_in_segments(archive, base, known, seq)
+    named = set(topics)
     ends = {start.shard: start.position for start in base.logs}
     left: dict[int, bytes] = {}
     for number in range(base.first_piece, last + 1):

@@ -48,6 +48,8 @@ BASE_TRIES: Final = 20
 PIECE_ENDS_MAX: Final = 4096
 """Pieces whose ends a shipper remembers. It reads older pieces again."""
 
+_BASE_DAMAGED: Final = "the newest base cannot be read, so another one is made at once"
+
 log = get_logger()
 
 
@@ -101,6 +103,8 @@ class Shipper:
         """True once `begin` has found that this service may ship here."""
         self.last_base: Base | None = None
         """The newest base; without one nothing can be restored."""
+        self._damaged: Base | None = None
+        """The newest base that was found to be damaged."""
         self._files: dict[str, FileRef] = {}
         """Files of the newest base, by their paths."""
         self._number = 0
@@ -145,6 +149,21 @@ class Shipper:
     def is_based(self) -> bool:
         """True if a restore can get from the last base to the end of the archive. Else a base has to come first."""
         return self.last_base is not None and not self._has_part
+
+    @property
+    def lacks_base(self) -> bool:
+        """True if a base is to be made at once."""
+        return not self.is_based or self.last_base is self._damaged
+
+    def look_at_base(self) -> None:
+        """Find out whether the newest base can still be read. Another thread may call this. Raise OSError."""
+        base, generation = self.last_base, self._generation
+        if base is not None and generation is not None:
+            try:
+                self._archive.base(generation.number, base.number)
+            except ArchiveDamagedError as damage:
+                self._damaged = base
+                log.error(_BASE_DAMAGED, reason=str(damage))
 
     @property
     def ends(self) -> list[WalPosition]:
@@ -208,7 +227,8 @@ class Shipper:
         logs, txn = self._moment(self._txn)
         self._go_on(logs, files.starts)
         needs_base = self._has_part
-        self._ship(logs, txn, self._ends, is_sign=had_txn, needs_base=needs_base)  # the last piece may list files
+        # The last piece may list files, or have the number of a damaged base.
+        self._ship(logs, txn, self._ends, is_sign=had_txn or self.lacks_base, needs_base=needs_base)
         if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
         if not self._archive.has_piece(self._generation.number, self._number):
@@ -240,7 +260,7 @@ class Shipper:
                 self.last_base, _ = self._archive.base(generation.number, known)
                 self._files = {ref.path: ref for ref in self.last_base.files}
             except ArchiveDamagedError as damage:
-                log.error("the newest base cannot be read, so another one is made at once", reason=str(damage))
+                log.error(_BASE_DAMAGED, reason=str(damage))
         self._number = self._archive.last_piece(generation.number, known)
         if not self._number:
             return None
@@ -324,7 +344,7 @@ class Shipper:
         if txn is None:
             return True
         digests = {path: file.digest for path, (file, _) in txn.items()}
-        return {path: file.digest for path, file in self._txn.items()} == digests and not self._has_part
+        return {path: file.digest for path, file in self._txn.items()} == digests
 
     def _shipped(self) -> Shipped:
         return Shipped(self._number, self._bytes, self._objects, self._taken_ms)
