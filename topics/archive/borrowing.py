@@ -198,7 +198,7 @@ class Homecoming:
 
         return list(fetched_ahead(content, refs))
 
-    def settle(self) -> None:
+    def narrow(self) -> None:
         """Write snapshots and the note so that the next start counts only missing data as borrowed. A service that
         leads may have a segment of the same name in its cold tier. Raise OSError.
         """
@@ -222,7 +222,7 @@ class Homecoming:
             self._end()
             log.info("all data are here: the archive is not needed for them any more")
             return False
-        self.settle()
+        self.narrow()
         self._is_home = True
         return True
 

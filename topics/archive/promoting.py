@@ -81,7 +81,7 @@ def promote(replica: Replica, clock: Clock, by: str) -> None:
         raise replica.anew("the archive has a hole before its end, or is pruned there: the newest base is behind it")
     replica.end_at_base()
     replica.sync()
-    replica.homecoming.settle()
+    replica.homecoming.narrow()
     replica.keep_note(promoted_id=replica.note.fence_id)
 
 

@@ -182,7 +182,7 @@ class Replica:
         if not piece.is_moment or any(ahead):
             return False
         if piece.number > self.laid_piece:
-            self._settle_told(piece)
+            self._note_archived(piece)
             self._note_moment(piece)
             self.laid_piece = piece.number
         return True
@@ -195,7 +195,7 @@ class Replica:
         if self._told:
             self._prove(piece, payload)
         self._copy_parts(piece, payload)
-        self._settle_told(piece)
+        self._note_archived(piece)
         # Moments before the base's are none here: the files of transactions that they need may be pruned.
         if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
             self._end_moment(piece, payload)
@@ -215,7 +215,7 @@ class Replica:
             if self.laid_ends[end.shard].position < end.position:
                 self.laid_ends[end.shard] = end
 
-    def _settle_told(self, piece: Piece) -> None:
+    def _note_archived(self, piece: Piece) -> None:
         """Note which logs the archive has up to where the leader told them. Raise BeginAnewError for other bytes."""
         for end in piece.ends:
             if self.laid_ends[end.shard].position == end.position:
