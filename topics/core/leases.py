@@ -253,6 +253,8 @@ class Leases(QueueJobs):
 
     def made_ready_by(self, seqs: Iterable[int], now: Now) -> int:
         """Count the jobs that get ready when these leased jobs end: the next one of each order key, if it is due."""
+        if not self._lines:
+            return 0
         lines = (self._lines.get(self._jobs[seq].order_key, ()) for seq in seqs)
         nexts = (next((seq for seq in islice(line, 1, None) if seq in self._jobs), 0) for line in lines)
         jobs = (self._jobs[seq] for seq in nexts if seq)
