@@ -112,7 +112,7 @@ class Expired(Counted):
     def has_expired(self, ref: TopicRef) -> bool:
         return True
 
-    async def settled(self, ref: TopicRef) -> TopicRef:
+    async def evicted(self, ref: TopicRef) -> TopicRef:
         self.looked += 1
         if ref.name == "t-0":
             raise topic_not_found(ref.name)
