@@ -969,6 +969,48 @@ def test_a_follower_that_starts_while_the_archive_cannot_be_read_serves_what_it_
     assert rig.shown == max(service.moments)
 
 
+@pytest.mark.parametrize("trouble", ["away", "damaged", "pruned"])
+def test_a_follower_that_was_told_more_starts_without_its_last_piece(service: Archiving, trouble: str) -> None:
+    """It needed that piece to start. It served nothing while the archive was away, and copied everything again if the
+    piece was damaged, even if it could not.
+    """
+    service.leader.answers = True
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    service.append("d", 1, "disk")
+    service.ship(0)
+    service.append("d", 3, "disk")
+    for _ in range(3):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    told, note = rig.shown_words, rig.replica.note
+    assert note.told
+    assert rig.noted_words == told > tuple([end.word for end in rig.replica.archived_ends])
+    bucket, name = rig.archive.store, piece_name(1, note.piece)
+    assert isinstance(bucket, SimulatedBucket)
+    whole = service.bucket.objects[name]
+    service.leader.answers = False
+    if trouble == "away":
+        bucket.is_away = True
+    elif trouble == "damaged":
+        damage(service, name)
+    else:
+        del service.bucket.objects[name]
+    rig.restart_service()
+    replica = rig.replica
+    for _ in range(3):
+        service.follow([])
+    assert (rig.replica is replica, rig.shown, rig.shown_words) == (True, (1, note.piece), told)
+    bucket.is_away = False
+    service.bucket.objects[name] = whole
+    service.ship(0)
+    for _ in range(3):
+        service.follow([])
+    assert (rig.replica is replica, rig.shown) == (True, max(service.moments))
+
+
 def test_a_second_archiver_leaves_the_files_of_a_base_alone(keeping: Archiving) -> None:
     """It read a segment with other deletions in it, and put that under the name that the base has."""
     for tag in (0, 1):

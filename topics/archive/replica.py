@@ -82,8 +82,6 @@ class Replica:
         """Digests of the files of transactions, by path."""
         self.laid_piece = 0
         """The last piece that is laid out."""
-        self._archived_moment: list[LogEnd] = []
-        """The ends of the logs in the last piece that ended a moment."""
         self.has_hole = False
         """True if the next piece of the archive does not go on here. The next base is behind this hole."""
         self._damaged_looks = 0
@@ -107,7 +105,6 @@ class Replica:
         if note.piece:
             self.laid_ends, self.laid_piece = list(note.ends), note.piece
             self._moment, self._told = note.ends, set(note.told)
-            self._archived_moment = self._ends_of_piece() if self._told else note.ends
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
             self._files, self._starts = {}, []
             self.homecoming.go_on()
@@ -123,7 +120,7 @@ class Replica:
     @property
     def archived_ends(self) -> list[WalPosition]:
         """The ends of the logs at the last moment of the archive that is here, by shard."""
-        return [end.position for end in self._archived_moment]
+        return [end.position for end in self.note.archived]
 
     # -- moments
 
@@ -230,7 +227,7 @@ class Replica:
         """
         for part, content in split_payload(piece, payload):
             shard, at = part.shard, WalPosition(part.file_no, part.offset)
-            own, moment = self.laid_ends[shard].position, self._archived_moment[shard].position
+            own, moment = self.laid_ends[shard].position, self.note.archived[shard].position
             if shard not in self._told or joined(own, part) is None:
                 continue  # behind a hole nothing can be compared
             start = WalPosition(at.file_no, moment.offset if moment.file_no == at.file_no else 0)  # a frame begins here
@@ -277,11 +274,11 @@ class Replica:
 
     def _note_moment(self, piece: Piece) -> None:
         """Note the moment that is here; the archive has all up to `piece`."""
-        self._archived_moment = piece.ends
         self.sync()
         self.note = msgspec.structs.replace(
             self.note,
             piece=piece.number,
+            archived=piece.ends,
             taken_ms=max(piece.taken_ms, self.note.taken_ms),
             has_end=piece.has_end,
             leader_url=piece.leader_url,
@@ -307,14 +304,6 @@ class Replica:
         if not self.archive.generations():
             reason = "has no archive now, and this service follows it: mount its disk or restore it"
             raise FileNotFoundError(errno.ENOENT, reason, self.archive.store.place(""))
-
-    def _ends_of_piece(self) -> list[LogEnd]:
-        self.require_archive()
-        try:
-            piece, _ = self.archive.piece(self.note.generation, self.laid_piece)
-        except ArchiveDamagedError as error:
-            raise BeginAnewError(f"{error}: the archive may have been pruned past it") from error
-        return piece.ends
 
     def _digest(self, path: str) -> int:
         return xxh3_64_intdigest(read_all(self._fs, os.path.join(self._data_dir, path)))
@@ -355,11 +344,11 @@ class Replica:
         self._fs.sync_all(self._data_dir)
         ids = generation.log_ids
         ends = [LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs]
-        self.laid_ends, self._moment, self._archived_moment = list(ends), ends, ends
-        self._told, self._txn = set(), {}
+        self.laid_ends, self._moment, self._told, self._txn = list(ends), ends, set(), {}
         self.laid_piece = base.first_piece - 1
         fence_id = self.note.fence_id if self.note.generation <= generation.number else ""
-        self.note = FollowNote(self.note.url, generation.number, base.number, self.laid_piece, ends, fence_id=fence_id)
+        places = generation.number, base.number, self.laid_piece
+        self.note = FollowNote(self.note.url, *places, ends, ends, fence_id=fence_id)
         self._note_base(base)
         try:
             self.step()
