@@ -1765,6 +1765,25 @@ def test_a_record_that_came_in_a_hole_is_in_the_base_behind_it(service: Archivin
         _first_with(service, 22)
 
 
+def test_a_record_is_not_looked_for_behind_a_damaged_base_with_a_hole_before_it(service: Archiving) -> None:
+    """A restore to its seq gave the later moment of the next base without a word."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        shipper = service.leader.shipper()
+        shipper.begin()
+        shipper.base()
+        for _ in range(3):
+            service.append_much("a")
+            service.cut()
+    assert _first_with(service, 4) == (2, 2)
+    name = damage(service, base_name(1, 2))
+    assert _first_with(service, 3) == (1, 1)
+    for seq in (4, 22):
+        with pytest.raises(ArchiveDamagedError, match=name):
+            _first_with(service, seq)
+    damage(service, name)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_record_of_a_topic_that_was_deleted_is_found_in_front_of_later_bases(keeping: Archiving, again: bool) -> None:
     """A restore to its seq said that there is no such record. So it did if a topic was made again under this name."""
