@@ -969,6 +969,29 @@ def test_a_follower_that_starts_while_the_archive_cannot_be_read_serves_what_it_
     assert rig.shown == max(service.moments)
 
 
+def test_a_service_starts_with_a_first_copy_only_once_that_is_noted(service: Archiving) -> None:
+    """If the disk was full at the note, all its processes started again for ever, each time to copy everything, and
+    nothing said why.
+    """
+    ship_bases(service)
+    failed = []
+    for nth in itertools.count(1):
+        rig = service.follower_in(f"{service.directory}/follower-of-{nth}")
+        rig.process_fs.arm(Fault(nth, errno.ENOSPC, calls=frozenset({"rename"})))
+        rig.follower.step()
+        note = read_note(rig.fs, rig.settings.data_dir)
+        assert note is not None
+        assert (rig.follower.exit_code is not None) == (note.piece > 0)
+        failed.append(rig.shared.control.cell(Role.ARCHIVER, 0).get("failures"))
+        struck = rig.process_fs.struck
+        rig.close()
+        if not struck:
+            break
+    assert len(failed) > 3
+    assert failed[0] == 1
+    assert failed[-1] == 0
+
+
 @pytest.mark.parametrize("trouble", ["away", "damaged", "pruned"])
 def test_a_follower_that_was_told_more_starts_without_its_last_piece(service: Archiving, trouble: str) -> None:
     """It needed that piece to start. It served nothing while the archive was away, and copied everything again if the

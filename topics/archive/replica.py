@@ -275,7 +275,7 @@ class Replica:
     def _note_moment(self, piece: Piece) -> None:
         """Note the moment that is here; the archive has all up to `piece`."""
         self.sync()
-        self.note = msgspec.structs.replace(
+        note = msgspec.structs.replace(
             self.note,
             piece=piece.number,
             archived=piece.ends,
@@ -283,8 +283,9 @@ class Replica:
             has_end=piece.has_end,
             leader_url=piece.leader_url,
         )
-        if piece.number >= self.note.base:
-            write_note(self._fs, self._data_dir, self.note)
+        if piece.number >= note.base:
+            write_note(self._fs, self._data_dir, note)
+        self.note = note
 
     def sync(self) -> None:
         """Sync the logs of the moment that is here, and put it into the note that is written next."""
