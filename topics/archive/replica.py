@@ -17,6 +17,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from typing import Final
 
@@ -411,14 +412,14 @@ class Replica:
             found = self._plan()
             number, base = found.generation.number, found.base
             paths = {ref.path for ref in base.files}
+            # All older bases need these pieces, too. They come first: files are much more.
+            pieces = range(base.first_piece, base.number + 1)
+            deque(fetched_ahead(partial(self.archive.piece, number), pieces), 0)
             # Data of sealed segments, which have tags, come later, if anything can be borrowed.
             copied = (ref for ref in base.files if ref.path.removesuffix(".data") + ".tags" not in paths)
             with suppress(ArchiveDamagedError):  # the next plan takes another base, or raises
                 deque(fetched_ahead(self.archive.file, copied), 0)
-                break
-        # All older bases need these pieces, too.
-        deque(fetched_ahead(lambda no: self.archive.piece(number, no), range(base.first_piece, base.number + 1)), 0)
-        return BeginAnewError(reason)
+                return BeginAnewError(reason)
 
     def _plan(self) -> Plan:
         try:
