@@ -909,6 +909,50 @@ def test_a_follower_that_was_told_more_stays_there_at_a_hole(service: Archiving)
     assert rig.shown == max(service.moments)
 
 
+def test_a_follower_whose_leader_told_it_over_a_hole_copies_nothing_again(service: Archiving) -> None:
+    """Once the leader had told what was missing, the hole still counted, and the next base was copied as a whole."""
+    service.leader.answers = True
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    replica = rig.replica
+    service.leader.bucket.is_away = True
+    for _ in range(3):
+        service.leader.append_much("a")
+        service.ship(0)
+        for _ in range(4):
+            service.follow([])
+        service.cut()
+    service.leader.answers = False
+    service.append("a", 1, "disk")
+    service.cut()
+    service.leader.helpers.hangs = True
+    service.leader.bucket.is_away = False
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    assert (rig.replica is replica, replica.has_hole) == (True, True)
+    service.leader.answers = True
+    for _ in range(4):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    service.leader.helpers.go_on()
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+        service.world.clock.ms += 20_000
+        service.follow([])
+    for _ in range(3):
+        service.follow([])
+    assert (rig.replica is replica, rig.shown) == (True, max(service.moments))
+
+
 def test_a_follower_looks_into_the_archive_before_it_asks_the_leader(service: Archiving) -> None:
     """The archive ended with a part of a moment that the leader had lost. The leader told other bytes first, so each
     start copied everything again, until there was a base of the next generation.

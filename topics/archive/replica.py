@@ -84,7 +84,9 @@ class Replica:
         self.laid_piece = 0
         """The last piece that is laid out."""
         self.has_hole = False
-        """True if the next piece of the archive does not go on here. The next base is behind this hole."""
+        """True if the next piece of the archive does not go on here. The next base is behind this hole.
+        The leader may tell what is missing.
+        """
         self._damaged_looks = 0
         """Looks in a row that met damage in the next piece, or in one whose files it needs. One may be by chance."""
         self.is_over = False
@@ -182,7 +184,7 @@ class Replica:
         if piece.number > self.laid_piece:
             self._note_archived(piece)
             self._note_moment(piece)
-            self.laid_piece = piece.number
+            self.laid_piece, self.has_hole = piece.number, False
         return True
 
     def _has_end(self, end: LogEnd) -> bool:
@@ -197,7 +199,7 @@ class Replica:
         # Moments before the base's are none here: the files of transactions that they need may be pruned.
         if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
             self._end_moment(piece, payload)
-        self.laid_piece = piece.number  # last: until then it can be laid out again
+        self.laid_piece, self.has_hole = piece.number, False  # last: until then it can be laid out again
 
     def _end_moment(self, piece: Piece, payload: memoryview) -> None:
         """Bring the directory to a moment, all bytes of which are laid out."""
