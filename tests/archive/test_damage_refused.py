@@ -212,6 +212,41 @@ def test_a_follower_begins_anew_with_a_base_behind_a_damaged_piece(service: Arch
     service.bucket.objects[name] = whole
 
 
+def test_a_follower_reads_no_files_of_a_base_that_needs_a_damaged_piece(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each try, every ten seconds, it read all indexes of the base before it met the piece."""
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    shown = rig.shown
+    assert shown is not None
+    name, last = piece_name(1, shown[1] + 1), service.archive.bases(1)[-1]
+    while service.archive.bases(1)[-1] == last:
+        service.append("d", 1, "disk")
+        service.ship(0)
+    base, _ = service.archive.base(1, service.archive.bases(1)[-1])
+    assert base.first_piece <= shown[1] < base.number
+    assert base.files
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "changed")
+    read: list[str] = []
+    read_one = Archive.file
+    monkeypatch.setattr(Archive, "file", lambda self, ref: (read.append(ref.name), read_one(self, ref))[1])
+    with capture_logs() as logs:
+        for _ in range(6):
+            service.world.clock.ms += 20_000
+            service.follow([])
+    assert (rig.shown, read) == (shown, [])
+    assert [line for line in logs if "the newest base cannot be taken" in line["event"]]
+    service.bucket.objects[name] = whole
+    for _ in range(3):
+        service.follow([])
+    assert rig.shown == max(service.moments)
+
+
 @pytest.mark.parametrize("kind", ["index", "piece"])
 def test_a_follower_keeps_what_it_has_if_no_newer_base_can_be_copied(service: Archiving, kind: str) -> None:
     """It gave up everything, and then the copy failed: the objects of bases alone were looked at before."""

@@ -909,6 +909,50 @@ def test_a_follower_that_was_told_more_stays_there_at_a_hole(service: Archiving)
     assert rig.shown == max(service.moments)
 
 
+def test_a_follower_whose_leader_told_it_over_a_hole_copies_nothing_again(service: Archiving) -> None:
+    """Once the leader had told what was missing, the hole still counted, and the next base was copied as a whole."""
+    service.leader.answers = True
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    replica = rig.replica
+    service.leader.bucket.is_away = True
+    for _ in range(3):
+        service.leader.append_much("a")
+        service.ship(0)
+        for _ in range(4):
+            service.follow([])
+        service.cut()
+    service.leader.answers = False
+    service.append("a", 1, "disk")
+    service.cut()
+    service.leader.helpers.hangs = True
+    service.leader.bucket.is_away = False
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    assert (rig.replica is replica, replica.has_hole) == (True, True)
+    service.leader.answers = True
+    for _ in range(4):
+        service.world.clock.ms += 20_000
+        service.follow([])
+    service.leader.helpers.go_on()
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+        service.world.clock.ms += 20_000
+        service.follow([])
+    for _ in range(3):
+        service.follow([])
+    assert (rig.replica is replica, rig.shown) == (True, max(service.moments))
+
+
 def test_a_follower_looks_into_the_archive_before_it_asks_the_leader(service: Archiving) -> None:
     """The archive ended with a part of a moment that the leader had lost. The leader told other bytes first, so each
     start copied everything again, until there was a base of the next generation.
@@ -967,6 +1011,71 @@ def test_a_follower_that_starts_while_the_archive_cannot_be_read_serves_what_it_
     for _ in range(3):
         service.follow([])
     assert rig.shown == max(service.moments)
+
+
+def test_a_service_starts_with_a_first_copy_only_once_that_is_noted(service: Archiving) -> None:
+    """If the disk was full at the note, all its processes started again for ever, each time to copy everything, and
+    nothing said why.
+    """
+    ship_bases(service)
+    failed = []
+    for nth in itertools.count(1):
+        rig = service.follower_in(f"{service.directory}/follower-of-{nth}")
+        rig.process_fs.arm(Fault(nth, errno.ENOSPC, calls=frozenset({"rename"})))
+        rig.follower.step()
+        note = read_note(rig.fs, rig.settings.data_dir)
+        assert note is not None
+        assert (rig.follower.exit_code is not None) == (note.piece > 0)
+        failed.append(rig.shared.control.cell(Role.ARCHIVER, 0).get("failures"))
+        struck = rig.process_fs.struck
+        rig.close()
+        if not struck:
+            break
+    assert len(failed) > 3
+    assert failed[0] == 1
+    assert failed[-1] == 0
+
+
+@pytest.mark.parametrize("trouble", ["away", "damaged", "pruned"])
+def test_a_follower_that_was_told_more_starts_without_its_last_piece(service: Archiving, trouble: str) -> None:
+    """It needed that piece to start. It served nothing while the archive was away, and copied everything again if the
+    piece was damaged, even if it could not.
+    """
+    service.leader.answers = True
+    ship_bases(service)
+    for _ in range(4):
+        service.follow([])
+    service.append("d", 1, "disk")
+    service.ship(0)
+    service.append("d", 3, "disk")
+    for _ in range(3):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    told, note = rig.shown_words, rig.replica.note
+    assert note.told
+    assert rig.noted_words == told > tuple([end.word for end in rig.replica.archived_ends])
+    bucket, name = rig.archive.store, piece_name(1, note.piece)
+    assert isinstance(bucket, SimulatedBucket)
+    whole = service.bucket.objects[name]
+    service.leader.answers = False
+    if trouble == "away":
+        bucket.is_away = True
+    elif trouble == "damaged":
+        damage(service, name)
+    else:
+        del service.bucket.objects[name]
+    rig.restart_service()
+    replica = rig.replica
+    for _ in range(3):
+        service.follow([])
+    assert (rig.replica is replica, rig.shown, rig.shown_words) == (True, (1, note.piece), told)
+    bucket.is_away = False
+    service.bucket.objects[name] = whole
+    service.ship(0)
+    for _ in range(3):
+        service.follow([])
+    assert (rig.replica is replica, rig.shown) == (True, max(service.moments))
 
 
 def test_a_second_archiver_leaves_the_files_of_a_base_alone(keeping: Archiving) -> None:
@@ -1721,6 +1830,25 @@ def test_a_record_that_came_in_a_hole_is_in_the_base_behind_it(service: Archivin
     assert {_first_with(service, seq) for seq in range(4, 22)} == {(2, 2)}
     with pytest.raises(NotThereError, match="has no record 22"):
         _first_with(service, 22)
+
+
+def test_a_record_is_not_looked_for_behind_a_damaged_base_with_a_hole_before_it(service: Archiving) -> None:
+    """A restore to its seq gave the later moment of the next base without a word."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        shipper = service.leader.shipper()
+        shipper.begin()
+        shipper.base()
+        for _ in range(3):
+            service.append_much("a")
+            service.cut()
+    assert _first_with(service, 4) == (2, 2)
+    name = damage(service, base_name(1, 2))
+    assert _first_with(service, 3) == (1, 1)
+    for seq in (4, 22):
+        with pytest.raises(ArchiveDamagedError, match=name):
+            _first_with(service, seq)
+    damage(service, name)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -17,6 +17,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from typing import Final
 
@@ -82,10 +83,10 @@ class Replica:
         """Digests of the files of transactions, by path."""
         self.laid_piece = 0
         """The last piece that is laid out."""
-        self._archived_moment: list[LogEnd] = []
-        """The ends of the logs in the last piece that ended a moment."""
         self.has_hole = False
-        """True if the next piece of the archive does not go on here. The next base is behind this hole."""
+        """True if the next piece of the archive does not go on here. The next base is behind this hole.
+        The leader may tell what is missing.
+        """
         self._damaged_looks = 0
         """Looks in a row that met damage in the next piece, or in one whose files it needs. One may be by chance."""
         self.is_over = False
@@ -107,7 +108,6 @@ class Replica:
         if note.piece:
             self.laid_ends, self.laid_piece = list(note.ends), note.piece
             self._moment, self._told = note.ends, set(note.told)
-            self._archived_moment = self._ends_of_piece() if self._told else note.ends
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
             self._files, self._starts = {}, []
             self.homecoming.go_on()
@@ -123,7 +123,7 @@ class Replica:
     @property
     def archived_ends(self) -> list[WalPosition]:
         """The ends of the logs at the last moment of the archive that is here, by shard."""
-        return [end.position for end in self._archived_moment]
+        return [end.position for end in self.note.archived]
 
     # -- moments
 
@@ -184,7 +184,7 @@ class Replica:
         if piece.number > self.laid_piece:
             self._note_archived(piece)
             self._note_moment(piece)
-            self.laid_piece = piece.number
+            self.laid_piece, self.has_hole = piece.number, False
         return True
 
     def _has_end(self, end: LogEnd) -> bool:
@@ -199,7 +199,7 @@ class Replica:
         # Moments before the base's are none here: the files of transactions that they need may be pruned.
         if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
             self._end_moment(piece, payload)
-        self.laid_piece = piece.number  # last: until then it can be laid out again
+        self.laid_piece, self.has_hole = piece.number, False  # last: until then it can be laid out again
 
     def _end_moment(self, piece: Piece, payload: memoryview) -> None:
         """Bring the directory to a moment, all bytes of which are laid out."""
@@ -230,7 +230,7 @@ class Replica:
         """
         for part, content in split_payload(piece, payload):
             shard, at = part.shard, WalPosition(part.file_no, part.offset)
-            own, moment = self.laid_ends[shard].position, self._archived_moment[shard].position
+            own, moment = self.laid_ends[shard].position, self.note.archived[shard].position
             if shard not in self._told or joined(own, part) is None:
                 continue  # behind a hole nothing can be compared
             start = WalPosition(at.file_no, moment.offset if moment.file_no == at.file_no else 0)  # a frame begins here
@@ -277,17 +277,18 @@ class Replica:
 
     def _note_moment(self, piece: Piece) -> None:
         """Note the moment that is here; the archive has all up to `piece`."""
-        self._archived_moment = piece.ends
         self.sync()
-        self.note = msgspec.structs.replace(
+        note = msgspec.structs.replace(
             self.note,
             piece=piece.number,
+            archived=piece.ends,
             taken_ms=max(piece.taken_ms, self.note.taken_ms),
             has_end=piece.has_end,
             leader_url=piece.leader_url,
         )
-        if piece.number >= self.note.base:
-            write_note(self._fs, self._data_dir, self.note)
+        if piece.number >= note.base:
+            write_note(self._fs, self._data_dir, note)
+        self.note = note
 
     def sync(self) -> None:
         """Sync the logs of the moment that is here, and put it into the note that is written next."""
@@ -307,14 +308,6 @@ class Replica:
         if not self.archive.generations():
             reason = "has no archive now, and this service follows it: mount its disk or restore it"
             raise FileNotFoundError(errno.ENOENT, reason, self.archive.store.place(""))
-
-    def _ends_of_piece(self) -> list[LogEnd]:
-        self.require_archive()
-        try:
-            piece, _ = self.archive.piece(self.note.generation, self.laid_piece)
-        except ArchiveDamagedError as error:
-            raise BeginAnewError(f"{error}: the archive may have been pruned past it") from error
-        return piece.ends
 
     def _digest(self, path: str) -> int:
         return xxh3_64_intdigest(read_all(self._fs, os.path.join(self._data_dir, path)))
@@ -355,11 +348,11 @@ class Replica:
         self._fs.sync_all(self._data_dir)
         ids = generation.log_ids
         ends = [LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs]
-        self.laid_ends, self._moment, self._archived_moment = list(ends), ends, ends
-        self._told, self._txn = set(), {}
+        self.laid_ends, self._moment, self._told, self._txn = list(ends), ends, set(), {}
         self.laid_piece = base.first_piece - 1
         fence_id = self.note.fence_id if self.note.generation <= generation.number else ""
-        self.note = FollowNote(self.note.url, generation.number, base.number, self.laid_piece, ends, fence_id=fence_id)
+        places = generation.number, base.number, self.laid_piece
+        self.note = FollowNote(self.note.url, *places, ends, ends, fence_id=fence_id)
         self._note_base(base)
         try:
             self.step()
@@ -421,14 +414,14 @@ class Replica:
             found = self._plan()
             number, base = found.generation.number, found.base
             paths = {ref.path for ref in base.files}
+            # All older bases need these pieces, too. They come first: files are much more.
+            pieces = range(base.first_piece, base.number + 1)
+            deque(fetched_ahead(partial(self.archive.piece, number), pieces), 0)
             # Data of sealed segments, which have tags, come later, if anything can be borrowed.
             copied = (ref for ref in base.files if ref.path.removesuffix(".data") + ".tags" not in paths)
             with suppress(ArchiveDamagedError):  # the next plan takes another base, or raises
                 deque(fetched_ahead(self.archive.file, copied), 0)
-                break
-        # All older bases need these pieces, too.
-        deque(fetched_ahead(lambda no: self.archive.piece(number, no), range(base.first_piece, base.number + 1)), 0)
-        return BeginAnewError(reason)
+                return BeginAnewError(reason)
 
     def _plan(self) -> Plan:
         try:

@@ -208,11 +208,13 @@ def _first_with(archive: Archive, number: int, topic: str, seq: int) -> tuple[Pl
             topics = _topics(bytes(body), topic)
             # A topic that lacks the record in a base lacks it before, unless that was another topic of this name.
             is_same = found is None and not later.isdisjoint(topics)
-            at, ts = (0, None) if is_same else _piece_with(archive, number, base, topics, topic, seq, last)
+            at, ts = (last + 1, None) if is_same else _piece_with(archive, number, base, topics, topic, seq, last)
             moment = _moment(archive, number, bases, range(at, last + 1)) if at else None
         except ArchiveDamagedError as error:
             skipped = skipped or error
             continue  # the base before it gives its moments, too
+        if not at and skipped is not None:
+            break  # the damaged base alone gives the moments behind the hole
         skipped, later, last = None, set(topics), base_no - 1  # all up to `last` was looked at
         if moment is not None:
             found = moment.number, ts

@@ -23,8 +23,9 @@ class FollowNote(msgspec.Struct, frozen=True):
     """The state of a follower's directory.
 
     `piece` is the last moment of the archive that the directory has, 0 before its first one. `ends` are the ends of its
-    logs, by shard. The shards in `told` got their last bytes from the leader, so the archive may lack them. `base` is
-    the base whose snapshot the directory has. `leader_url` is the leader's address, "" if it tells none.
+    logs, by shard. The shards in `told` got their last bytes from the leader, so the archive may lack them; `archived`
+    are the ends in `piece`. `base` is the base whose snapshot the directory has. `leader_url` is the leader's address,
+    "" if it tells none.
 
     With `fence_id` this service closes the leader's generation. `promoted_id` is the same id, noted once the directory
     has everything of that generation. Once it `is_promoted`, the directory is a service of its own with that id.
@@ -35,6 +36,7 @@ class FollowNote(msgspec.Struct, frozen=True):
     base: int = 0
     piece: int = 0
     ends: list[LogEnd] = []
+    archived: list[LogEnd] = []
     told: list[int] = []
     taken_ms: int = 0
     has_end: bool = True
