@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.archive.archiving import HARMS, SHARDS, STEPS, Archiving, compare, harmed, small_world
@@ -43,7 +44,7 @@ from topics.storage.archive_objects import (
 )
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.follow_note import read_note
+from topics.storage.follow_note import read_note, write_note
 from topics.storage.verify import verify
 from topics.walshard.commit.logs import MOVED_MAX
 
@@ -906,6 +907,22 @@ def test_a_follower_that_was_told_more_stays_there_at_a_hole(service: Archiving)
         service.ship(0)
     for _ in range(8):
         service.follow([])
+    assert rig.shown == max(service.moments)
+
+
+def test_a_follower_with_the_note_of_an_earlier_build_copies_everything_again(service: Archiving) -> None:
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    rig = service.follower
+    assert rig is not None
+    write_note(OsFileSystem(), rig.settings.data_dir, replace(rig.replica.note, archived=[]))
+    rig.follower_dies()
+    for _ in range(4):
+        service.follow([])
+    assert rig.replica.note.archived
     assert rig.shown == max(service.moments)
 
 

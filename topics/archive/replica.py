@@ -106,6 +106,8 @@ class Replica:
         self.has_hole = self.is_over = False
         self._seen = self._seen_behind = 0
         if note.piece:
+            if not note.archived:
+                raise BeginAnewError("its note is one of an earlier build: it lacks the ends that the archive has")
             self.laid_ends, self.laid_piece = list(note.ends), note.piece
             self._moment, self._told = note.ends, set(note.told)
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
