@@ -124,11 +124,7 @@ def test_a_moment_behind_a_hole_is_none_without_its_base(service: Archiving) -> 
 
 def test_a_follower_takes_over_at_the_last_moment_before_a_hole(service: Archiving) -> None:
     """It copied everything again for ever: the leader was lost before the base behind the hole was whole."""
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     service.leader.helpers.hangs = True
     service.long_outage("a", 3)
     for _ in range(3):
@@ -140,11 +136,7 @@ def test_a_follower_takes_over_at_the_last_moment_before_a_hole(service: Archivi
 
 def test_a_takeover_goes_on_when_everything_has_to_be_copied_again(service: Archiving) -> None:
     """It forgot that the fence was its own, and nobody could take over any more."""
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     service.long_outage("a", 3)
     for _ in range(3):
         service.append("a", 1, "disk")
@@ -486,13 +478,20 @@ def test_a_follower_begins_with_an_older_base_if_the_newest_one_is_damaged(servi
     service.bucket.objects[name] = whole
 
 
-def stay_behind_a_hole(service: Archiving, bases: int) -> FollowerRig:
-    """Return a follower that has the moment in front of a hole. The archive has so many bases by then."""
+def followed(service: Archiving) -> FollowerRig:
+    """Ship some records; return a follower that has them."""
     service.append("a", 3, "disk")
     for _ in range(3):
         service.ship(0)
     for _ in range(4):
         service.follow([])
+    assert service.follower is not None
+    return service.follower
+
+
+def stay_behind_a_hole(service: Archiving, bases: int) -> FollowerRig:
+    """Return a follower that has the moment in front of a hole. The archive has so many bases by then."""
+    followed(service)
     assert service.follower is not None
     service.long_outage("a", 3)
     while len(service.archive.bases(1)) < bases:
@@ -787,11 +786,7 @@ def test_an_archive_that_is_away_while_files_are_copied_has_its_base_soon(
 def test_a_follower_does_not_lead_with_what_its_leader_lost_and_wrote_anew(service: Archiving) -> None:
     """The leader had told more than the archive had. Its machine failed, and what it wrote then was in the archive."""
     service.leader.answers = True
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     service.copy_directory()
     service.append("a", 8, "disk")
     service.append("b", 8, "disk")
@@ -816,11 +811,7 @@ def follow_and_go_back(service: Archiving) -> None:
     """Have a follower take what is shipped, then put the directory back to where it was before."""
     service.append("a", 3, "disk")
     service.copy_directory()
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     service.put_copy_in_its_place()
 
 
@@ -851,11 +842,7 @@ def test_a_takeover_closes_a_generation_that_has_no_base_yet(service: Archiving)
 def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archiving) -> None:
     """A frame goes on in the next piece, and marks in the follower's log list no segments any more."""
     keeping.leader.answers = True
-    keeping.append("a", 3, "disk")
-    for _ in range(3):
-        keeping.ship(0)
-    for _ in range(4):
-        keeping.follow([])
+    followed(keeping)
     for _ in range(5):
         keeping.append_much("a")
         keeping.append("d", 3, "disk")
@@ -881,11 +868,7 @@ def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archivin
 def test_a_follower_that_was_told_more_stays_there_at_a_hole(service: Archiving) -> None:
     """It copied the base before the hole again, and showed less than before."""
     service.leader.answers = True
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     service.append("a", 8, "disk")
     service.follow([])
     rig = service.follower
@@ -911,13 +894,7 @@ def test_a_follower_that_was_told_more_stays_there_at_a_hole(service: Archiving)
 
 
 def test_a_follower_with_the_note_of_an_earlier_build_copies_everything_again(service: Archiving) -> None:
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
-    rig = service.follower
-    assert rig is not None
+    rig = followed(service)
     write_note(OsFileSystem(), rig.settings.data_dir, replace(rig.replica.note, archived=[]))
     rig.follower_dies()
     for _ in range(4):
@@ -929,13 +906,7 @@ def test_a_follower_with_the_note_of_an_earlier_build_copies_everything_again(se
 def test_a_follower_whose_leader_told_it_over_a_hole_copies_nothing_again(service: Archiving) -> None:
     """Once the leader had told what was missing, the hole still counted, and the next base was copied as a whole."""
     service.leader.answers = True
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
-    rig = service.follower
-    assert rig is not None
+    rig = followed(service)
     replica = rig.replica
     service.leader.bucket.is_away = True
     for _ in range(3):
@@ -1514,11 +1485,7 @@ def test_a_former_leader_that_stood_still_ships_nothing_where_its_generation_was
     """The end of its history was pruned, too: it went on there, and counted what it shipped as archived. Found by seed
     9500.
     """
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     former = service.leader
     service.take_over([])
     for _ in range(3):
@@ -1535,11 +1502,7 @@ def test_a_former_leader_that_stood_still_ships_nothing_where_its_generation_was
 
 def test_what_an_archiver_puts_where_its_generation_was_pruned_goes(service: Archiving) -> None:
     """It stood still while it copied the files of a base. They stayed in the bucket for ever."""
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     former = service.leader
     former.helpers.hangs = True
     for _ in range(2):
@@ -1564,11 +1527,7 @@ def test_what_an_archiver_puts_where_its_generation_was_pruned_goes(service: Arc
 
 def test_a_follower_takes_over_though_the_pieces_that_it_lacks_are_pruned(service: Archiving) -> None:
     """It waited for them for ever, when it had closed the leader's history: nobody led. Found by seed 9474."""
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
+    followed(service)
     service.partition(True, 0)
     for turn in range(15):
         service.append("a", 1, "disk")
@@ -1827,6 +1786,18 @@ def test_a_request_that_takes_long_is_no_silence_of_the_leader(
     assert rig.follower.exit_code is not None, "the leader is silent"
 
 
+def ship_over_holes(service: Archiving, bases: int) -> None:
+    """Ship this many bases, with a hole behind each."""
+    service.append("a", 3, "disk")
+    for _ in range(bases):
+        shipper = service.leader.shipper()
+        shipper.begin()
+        shipper.base()
+        for _ in range(3):
+            service.append_much("a")
+            service.cut()
+
+
 def _first_with(service: Archiving, seq: int) -> tuple[int, int]:
     """Return the (base, piece) of the first moment that has this record of topic a."""
     found = plan(service.archive, WantedMoment(topic="a", seq=seq))
@@ -1835,14 +1806,7 @@ def _first_with(service: Archiving, seq: int) -> tuple[int, int]:
 
 def test_a_record_that_came_in_a_hole_is_in_the_base_behind_it(service: Archiving) -> None:
     """A restore to its seq said that there is no such record: backups lack the logs that went between two of them."""
-    service.append("a", 3, "disk")
-    for _ in range(2):
-        shipper = service.leader.shipper()
-        shipper.begin()
-        shipper.base()
-        for _ in range(3):
-            service.append_much("a")
-            service.cut()
+    ship_over_holes(service, 2)
     assert _first_with(service, 3) == (1, 1)
     assert {_first_with(service, seq) for seq in range(4, 22)} == {(2, 2)}
     with pytest.raises(NotThereError, match="has no record 22"):
@@ -1851,14 +1815,7 @@ def test_a_record_that_came_in_a_hole_is_in_the_base_behind_it(service: Archivin
 
 def test_a_record_is_not_looked_for_behind_a_damaged_base_with_a_hole_before_it(service: Archiving) -> None:
     """A restore to its seq gave the later moment of the next base without a word."""
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        shipper = service.leader.shipper()
-        shipper.begin()
-        shipper.base()
-        for _ in range(3):
-            service.append_much("a")
-            service.cut()
+    ship_over_holes(service, 3)
     assert _first_with(service, 4) == (2, 2)
     name = damage(service, base_name(1, 2))
     assert _first_with(service, 3) == (1, 1)
