@@ -77,7 +77,7 @@ def shop() -> Iterator[Service]:
             type="queue",
             dead_letter="shop.mails.dead",
             max_deliveries=1,
-            lease_ms=600_000,
+            lease_ms=86_400_000,
             leases_durable=True,
         )
         jobs = [{"data": {"to": f"user-{at}@example.org"}} for at in range(12)]
@@ -504,7 +504,7 @@ def test_the_few_jobs_of_a_queue_that_are_left_are_shown(shop: Service, tab: Bro
     put(shop.client, "shop.left", type="queue")
     write(shop.client, "shop.left", *range(200))
     shop.client.post("/v0/topics/shop.left/delete", json={"before_seq": 3}).raise_for_status()
-    claim = {"node": "worker-2", "max": 197, "lease_ms": 600_000}
+    claim = {"node": "worker-2", "max": 197, "lease_ms": 86_400_000}
     jobs = shop.client.post("/v0/topics/shop.left/claim", json=claim).json()["claimed"]
     done = {"node": "worker-2", "seqs": [job["$seq"] for job in jobs if job["$seq"] != 5]}
     shop.client.post("/v0/topics/shop.left/ack", json=done).raise_for_status()
