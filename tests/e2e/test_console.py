@@ -302,7 +302,7 @@ def test_topics_are_sorted_and_found_by_the_service(tab: Browser) -> None:
 
 
 @needs_browser
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_100_000_topics_stay_in_the_service() -> None:
     """Each order and each search brings a page of them, whatever their number. A frontend keeps an order 50 times as
     long as it took to make it.
