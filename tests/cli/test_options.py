@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,10 +136,8 @@ def test_an_empty_argument_is_not_the_default(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOPICS_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(shared, "end_in_order", lambda: None)  # its signals are those of pytest here
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
-    assert code == 2
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main(arguments))
+    assert end.value.code == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

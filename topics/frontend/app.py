@@ -113,7 +113,7 @@ class App:
             await self._refuse(error.with_traceback(None), scope, send)
         except (ClientGoneError, ConnectionError):
             return None
-        except Exception:
+        except Exception:  # any fault has an answer for the client and a line for the operator
             log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
         finally:

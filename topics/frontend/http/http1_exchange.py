@@ -238,7 +238,7 @@ class Exchange:
             stopping = TopicsError("shutting_down", "the server is stopping")
             self._fail(stopping if self._connection.draining else cancelled)
             raise
-        except Exception as error:
+        except Exception as error:  # the border between the app and the connection
             # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
             if not (self.lost and any(isinstance(e, ConnectionError) for e in (error, error.__context__))):
                 log.exception("request failed", method=scope["method"], path=scope["path"])

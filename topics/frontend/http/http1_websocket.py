@@ -146,7 +146,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._app = asyncio.current_task()
         try:
             await self._shared.app(scope, self.receive, self.send)
-        except Exception:
+        except Exception:  # the border between the app and the connection
             log.exception("a WebSocket failed", path=scope["path"])
         finally:
             self._app = None

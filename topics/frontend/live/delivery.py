@@ -153,7 +153,7 @@ class Hub:
         """Go on with `_join_some`. A stream that cannot go on is cut: its client connects again."""
         try:
             self._join_some(connection, indexes)
-        except Exception:
+        except Exception:  # other streams go on
             log.exception("a stream cannot follow its topics")
             connection.push.abort()
 

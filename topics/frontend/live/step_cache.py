@@ -141,7 +141,7 @@ class StepCache:
             ref = self._topics.find(name)
         except TopicsError as raised:
             error = raised.with_traceback(None)
-        except Exception:
+        except Exception:  # one topic's fault must not stop the delivery of others
             log.exception("a topic could not be looked up", topic=name)
             error = TopicsError("internal", f"topic {name!r} cannot be read")
         if cached is None or not cached.lasting or error is not None or cached.ref != ref:
@@ -162,7 +162,7 @@ class StepCache:
         except TopicsError as error:
             if error.code != "topic_not_found":
                 return state.fail(index, error.code, error.message)
-        except Exception:
+        except Exception:  # one topic's fault must not stop the delivery of others
             log.exception("a topic could not be delivered", topic=name)
             return state.fail(index, "internal", f"topic {name!r} cannot be read")
         return state.topic_deleted(index, self._topics.final_head_seq(name, spec.topic_ids[index], from_seq))

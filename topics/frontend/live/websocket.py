@@ -208,7 +208,7 @@ class Socket:
                 await self._outbox.put(encode_json({"op": "pong", "request_id": command.request_id}))
         except TopicsError as error:
             await self._refuse(request_id, error.with_traceback(None))
-        except Exception:
+        except Exception:  # the client gets an answer, the operator a log line
             log.exception("a WebSocket command failed")
             await self._refuse(request_id, TopicsError("internal", "the command failed inside the server"))
         self._observe(route, started_ns)

@@ -290,7 +290,7 @@ class ColdWaits(Generic[Waiter]):
         except FileNotFoundError as error:
             # Most likely it was dropped or rewritten in the meantime. A new view of the topic does not name it then.
             failure = f"segment {miss.name} is not in the cold tier: {error}"
-        except Exception:
+        except Exception:  # the waiters are called in any case
             log.exception("a segment could not be fetched", segment=miss.name)
             failure = f"segment {miss.name} cannot be read"
         finally:

@@ -61,7 +61,7 @@ class _Watched:
             if listener in self.listeners:
                 try:
                     listener.callback()
-                except Exception:
+                except Exception:  # the other listeners are called in any case
                     log.error("a topic listener failed", exc_info=True)
 
 
