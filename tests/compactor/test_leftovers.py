@@ -43,13 +43,13 @@ class Directory:
     def tidy(self) -> list[int]:
         """First seqs of what went without a snapshot."""
         removed, self.failures = self.leftovers.tidy(lambda topic_id: self.needed)
-        return [name.first_seq for _, name in removed]
+        return [key.first_seq for key in removed]
 
     def sweep(self) -> list[int]:
         """First seqs of what went."""
         self.leftovers.consider(TOPIC_ID)
         removed, self.failures = self.leftovers.sweep(lambda topic_id: self.needed, self.in_snapshot)
-        return [name.first_seq for _, name in removed]
+        return [key.first_seq for key in removed]
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir())
@@ -154,7 +154,7 @@ def test_a_former_life_s_directories_are_all_looked_at(directory: Directory) -> 
     directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot)
     assert directory.leftovers.waiting
     removed, _ = directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot)
-    assert {topic_id for topic_id, _ in removed} == {TOPIC_ID}
+    assert {key.topic_id for key in removed} == {TOPIC_ID}
     assert not directory.leftovers.waiting
 
 
@@ -254,7 +254,7 @@ def test_on_a_full_disk_only_what_is_gone_for_good_goes_at_once(directory: Direc
     def make_room(needed: TopicFiles | None) -> list[int]:
         swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: needed)
         assert swept.failures == []
-        return [name.first_seq for _, name in swept.removed]
+        return [key.first_seq for key in swept.removed]
 
     assert make_room(None) == []
     assert make_room(TopicFiles(SegmentList([info(6, 10, version=1), info(11, 15, flags=SEALED | COLD)]), 6)) == [1]
@@ -353,7 +353,7 @@ def snapshots_while_waiting(directory: Directory) -> list[list[int]]:
     while directory.leftovers.waiting:
         removed, failures = directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot)
         assert failures == []
-        gone.append([name.first_seq for _, name in removed])
+        gone.append([key.first_seq for key in removed])
         assert len(gone) < 5, "and no more"
     return gone
 

@@ -12,10 +12,9 @@ from tests.storage.segments import Record, make_segment
 from topics.compactor.leftovers import Leftovers, TopicFiles
 from topics.compactor.relocation import HotRetention, Relocation
 from topics.core.clock import SystemClock
-from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentList
+from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentKey, SegmentList
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.layout import SegmentName
 from topics.storage.pins import Pin, PinFiles, Pinned, new_pin_id, pins_dir, read_pin, read_pinned
 from topics.storage.segment_store import LocalStore
 
@@ -49,7 +48,7 @@ def pins(tmp_path: Path) -> Pins:
 
 
 def pinned(*first_seqs: int) -> Pinned:
-    return frozenset((TOPIC_ID, SegmentName(first_seq, 0)) for first_seq in first_seqs)
+    return frozenset(SegmentKey(TOPIC_ID, first_seq, 0) for first_seq in first_seqs)
 
 
 def test_a_pin_holds_for_its_time(pins: Pins) -> None:
@@ -139,16 +138,16 @@ class Directory:
 
     def sweep(self, needed: TopicFiles) -> list[int]:
         removed, _ = self.leftovers.sweep(lambda topic_id: needed, lambda topic_id: True)
-        return [name.first_seq for _, name in removed]
+        return [key.first_seq for key in removed]
 
     def make_room(self, needed: TopicFiles) -> list[int]:
         removed, _ = self.leftovers.make_room([TOPIC_ID], lambda topic_id: needed)
-        return [name.first_seq for _, name in removed]
+        return [key.first_seq for key in removed]
 
     def tidy(self, needed: TopicFiles) -> list[int]:
         """Tidy without a snapshot."""
         removed, _ = self.leftovers.tidy(lambda topic_id: needed)
-        return [name.first_seq for _, name in removed]
+        return [key.first_seq for key in removed]
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,7 @@ def test_a_plan_that_fails_leaves_no_pins(service: Service, topic: str) -> None:
 
         def pinned() -> bool:
             held = read_pinned(OsFileSystem(), directory, SystemClock().monotonic_ms())
-            return any(one == topic_id for one, _ in held)
+            return any(key.topic_id == topic_id for key in held)
 
         one = Range(topic, client.get_topic(topic).epoch, 0, 2 * EVENTS)
         with pytest.raises(InvalidRequestError):

@@ -354,8 +354,8 @@ class Compactor:
         self._cell.add("segments_dropped", len(swept.removed))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
-            for topic_id, name in swept.removed:
-                self._relocation.removed(topic_id, name)
+            for key in swept.removed:
+                self._relocation.removed(key)
         return len(swept.removed)
 
     def _count_failures(self, event: str, failures: list[OSError]) -> None:

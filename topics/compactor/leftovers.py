@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from topics.core.segment_list import COLD, SegmentList
+from topics.core.segment_list import COLD, SegmentKey, SegmentList, SegmentName
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
-from topics.storage.layout import SegmentName
 from topics.storage.pins import Pinned, ReadPinned
 
 _DATA: Final = frozenset(("data",))
@@ -83,9 +82,9 @@ FilesOf = Callable[[int], TopicFiles | None]
 
 
 class Swept(NamedTuple):
-    """The removed segments as (topic id, name), without those that lost only their data, and failures to repeat."""
+    """The removed segments, without those that lost only their data, and failures to repeat."""
 
-    removed: list[tuple[int, SegmentName]]
+    removed: list[SegmentKey]
     failures: list[OSError]
 
 
@@ -172,8 +171,8 @@ class Leftovers:
                 going[topic_id] = {name: kinds for name, kinds in kinds_of.items() if kinds}
             self._alive()
         swept = self._remove_all(going, files_of)
-        for topic_id, name in swept.removed:
-            self._found.get(topic_id, {}).pop(name, None)
+        for key in swept.removed:
+            self._found.get(key.topic_id, {}).pop(key.name, None)
         for topic_id, kept in going.items():
             # Some files of these segments may be removed already, so a later listing would show less.
             self._make_due(topic_id, kept)
@@ -211,7 +210,7 @@ class Leftovers:
         """Remove files of one topic. Return those that stay for now; None when all is done."""
         left: Kinds = {}
         for name, kinds in names.items():
-            if (topic_id, name) in pinned:
+            if (topic_id, *name) in pinned:
                 left[name] = kinds
                 continue
             now = needed.superfluous(name) if needed is not None else None
@@ -225,7 +224,7 @@ class Leftovers:
                 left[name] = kinds  # with its removed files, because `Swept` reports a segment as a whole
             else:
                 if "idx" in going:
-                    swept.removed.append((topic_id, name))
+                    swept.removed.append(SegmentKey(topic_id, *name))
         if not left and needed is not None and needed.segments is None:
             try:
                 self._remove_directory(topic_id)

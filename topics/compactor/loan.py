@@ -51,8 +51,7 @@ class Loan:
 
     def has(self, topic_id: int, info: SegmentInfo) -> bool:
         """Return whether the data of this segment are still borrowed."""
-        name = layout.object_name(topic_id, info.first_seq, info.version)
-        return bool(info.flags & COLD) and name in self._names
+        return bool(info.flags & COLD) and layout.object_name(*info.key_in(topic_id)) in self._names
 
     def came_home(self, info: SegmentInfo) -> None:
         """Count a segment that has a new version now."""

@@ -151,7 +151,7 @@ def _find_cold(shard_copies: list[ShardCopy], loan: Loan | None) -> str | None:
         for topic in shard_copy.fold.topics.values():
             for info in shard_copy.index_of(topic).segments:
                 if info.flags & COLD and not (loan is not None and loan.has(topic.id, info)):
-                    return layout.object_name(topic.id, info.first_seq, info.version)
+                    return layout.object_name(*info.key_in(topic.id))
     return None
 
 

@@ -26,14 +26,13 @@ from topics.compactor.leftovers import FilesOf
 from topics.compactor.shard_copy import ShardCopy
 from topics.compactor.work_queue import RETRY_MS, WorkQueue
 from topics.core.clock import Clock, doubled_ms
-from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentKey
 from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.topic_messages import TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, opened
 from topics.storage.kill_points import reached
-from topics.storage.layout import SegmentName
 from topics.storage.pins import ReadPinned
 from topics.storage.segment_store import SegmentStore
 
@@ -63,7 +62,7 @@ class RelocationCopy(NamedTuple):
     @property
     def objects(self) -> list[str]:
         """The names of its objects in the cold directory."""
-        return layout.object_names(self.topic_id, self.info.first_seq, self.info.version)
+        return layout.object_names(*self.info.key_in(self.topic_id))
 
 
 class CopyQueue(WorkQueue[RelocationCopy]):
@@ -213,9 +212,9 @@ class Relocation:
         )
         self._queue.failed(copy, self._clock.monotonic_ms())
 
-    def removed(self, topic_id: int, name: SegmentName) -> None:
+    def removed(self, key: SegmentKey) -> None:
         """Note that a segment was removed, so copies of it are superfluous."""
-        self._removed.update(layout.object_names(topic_id, *name))
+        self._removed.update(layout.object_names(*key))
         if len(self._removed) > REMOVED_MAX:
             # The cold directory hangs. List it when it answers again.
             self._removed = set()
@@ -237,7 +236,7 @@ class Relocation:
 
         def is_new(name: str) -> bool:
             parsed = _parsed(name)
-            return parsed is None or in_snapshot(parsed[0])
+            return parsed is None or in_snapshot(parsed.topic_id)
 
         agreed = set(filter(is_new, self._due))
         judged = set(filter(is_new, self._found))
@@ -306,11 +305,10 @@ class Relocation:
             parsed = _parsed(name)
             if parsed is None or name in being_copied:
                 return False
-            topic_id, segment = parsed
-            needed = files_of(topic_id)
+            needed = files_of(parsed.topic_id)
             if needed is None or needed.segments is None:
                 return needed is not None
-            return not needed.is_cold(segment) and needed.superfluous(segment) is not None
+            return not needed.is_cold(parsed.name) and needed.superfluous(parsed.name) is not None
 
         return is_needless
 
@@ -378,8 +376,8 @@ class Relocation:
         return kept
 
 
-def _parsed(name: str) -> tuple[int, SegmentName] | None:
-    """Return the topic id and the segment of an object; None if it belongs to no segment."""
+def _parsed(name: str) -> SegmentKey | None:
+    """Return the segment that an object belongs to; None if it belongs to none."""
     directory, _, file = name.partition("/")
     topic_id, found = layout.topic_id_of(directory), layout.parse_segment_file(file)
-    return None if topic_id is None or found is None else (topic_id, found[0])
+    return None if topic_id is None or found is None else SegmentKey(topic_id, *found[0])

@@ -187,7 +187,7 @@ class ColdFetch:
 
     def _fetch(self, topic_id: int, info: SegmentInfo) -> Content:
         directory = layout.topic_dir(self._data_dir, topic_id)
-        name = layout.object_name(topic_id, info.first_seq, info.version)
+        name = layout.object_name(*info.key_in(topic_id))
         _, offsets, lengths, flags = _columns(directory, info)
         try:
             with opened(self._fs, self._tmp_path, _NEW) as fd:

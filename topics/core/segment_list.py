@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,25 @@ SEALED: Final = 1
 COLD: Final = 2
 """Flag of a segment whose `.data` is in the cold directory. `.idx` and `.tags` are there and here; those here count."""
 _last_ts = attrgetter("last_ts")
+
+
+class SegmentName(NamedTuple):
+    """The parts of the names of a segment's files within its topic; `version` counts its rewritings."""
+
+    first_seq: int
+    version: int
+
+
+class SegmentKey(NamedTuple):
+    """The key of a segment's files among those of all topics."""
+
+    topic_id: int
+    first_seq: int
+    version: int
+
+    @property
+    def name(self) -> SegmentName:
+        return SegmentName(self.first_seq, self.version)
 
 
 class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, order=False):
@@ -35,6 +54,10 @@ class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, order=False):
     def records(self) -> int:
         """Number of entries in its index, dead ones included."""
         return self.last_seq - self.first_seq + 1
+
+    def key_in(self, topic_id: int) -> SegmentKey:
+        """Return the key of its files if it belongs to this topic."""
+        return SegmentKey(topic_id, self.first_seq, self.version)
 
 
 class SegmentList:

@@ -12,6 +12,7 @@ import os
 import re
 from typing import NamedTuple
 
+from topics.core.segment_list import SegmentName
 from topics.storage.filesystem import FileSystem, names_in
 
 LOCK_NAME = ".topics.lock"
@@ -150,13 +151,6 @@ def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
     """Return the ids of topics that have a directory for segments, ascending."""
     names = names_in(fs, topics_dir(data_dir))
     return sorted(topic_id for name in names if (topic_id := topic_id_of(name)) is not None)
-
-
-class SegmentName(NamedTuple):
-    """The parts of the names of a segment's files; `version` counts its rewritings."""
-
-    first_seq: int
-    version: int
 
 
 def parse_segment_file(file_name: str) -> tuple[SegmentName, str] | None:

@@ -23,8 +23,8 @@ from typing import Final
 
 import msgspec
 
+from topics.core.segment_list import SegmentKey
 from topics.storage.filesystem import FileSystem, names_in, read_all, replace_file
-from topics.storage.layout import SegmentName
 
 PINS_NAME: Final = "pins"
 PIN_PATTERN: Final = r"pin_[A-Za-z0-9_\-]{22}"
@@ -41,8 +41,8 @@ class Pin(msgspec.Struct, frozen=True):
     ended: bool = False
 
 
-Pinned = frozenset[tuple[int, SegmentName]]
-"""Topic ids and segments of which no file may be unlinked."""
+Pinned = frozenset[SegmentKey]
+"""Segments of which no file may be unlinked."""
 ReadPinned = Callable[[], Pinned]
 
 _encode = msgspec.json.Encoder().encode
@@ -59,10 +59,10 @@ def new_pin_id() -> str:
 
 def read_pinned(fs: FileSystem, directory: str, now_ms: int) -> Pinned:
     """Return the segments that are pinned at `now_ms`; the caller reads that time before the call. Raise OSError."""
-    pinned: set[tuple[int, SegmentName]] = set()
+    pinned: set[SegmentKey] = set()
     for pin in _read_all(fs, directory).values():
         if not pin.ended and pin.until_ms > now_ms:
-            pinned.update((pin.topic_id, SegmentName(*segment)) for segment in pin.segments)
+            pinned.update(SegmentKey(pin.topic_id, *segment) for segment in pin.segments)
     return frozenset(pinned)
 
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Final
 
-from topics.core.segment_list import COLD, SegmentInfo
+from topics.core.segment_list import COLD, SegmentInfo, SegmentKey
 from topics.storage import layout, segment
 from topics.storage.logfile import map_file
 from topics.storage.segment import ENTRY_LEN, Columns, CommittedFile
@@ -81,7 +81,7 @@ class OpenSegment:
         self.data_bytes = info.data_bytes
         self.idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
         self.data_path = layout.segment_data_path(directory, info.first_seq, info.version)
-        self.name = layout.object_name(topic_id, info.first_seq, info.version)
+        self.name = layout.object_name(*info.key_in(topic_id))
         self._idx = CommittedFile(self.idx_path, info.records * ENTRY_LEN)
         self._data: CommittedFile | None = None
         self.is_cold = False
@@ -178,12 +178,12 @@ class SegmentCache:
         self._data_dir = data_dir
         self._most = segments_max(getrlimit(RLIMIT_NOFILE)[0])
         self._records = 0
-        self._open: OrderedDict[tuple[int, int, int], OpenSegment] = OrderedDict()
-        self._unswept: list[tuple[int, int, int]] = []
+        self._open: OrderedDict[SegmentKey, OpenSegment] = OrderedDict()
+        self._unswept: list[SegmentKey] = []
 
     def get(self, topic_id: int, info: SegmentInfo) -> OpenSegment:
         """Return the segment, at least as long as `info` says. Raise FileNotFoundError, CorruptSegment, OSError."""
-        key = (topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         opened = self._open.get(key)
         if opened is None or opened.last_seq < info.last_seq:
             directory = layout.topic_dir(self._data_dir, topic_id)
@@ -202,7 +202,7 @@ class SegmentCache:
         for key in [key for key, opened in self._open.items() if path in (opened.idx_path, opened.data_path)]:
             self._drop(key)
 
-    def _drop(self, key: tuple[int, int, int]) -> None:
+    def _drop(self, key: SegmentKey) -> None:
         opened = self._open.pop(key, None)
         if opened is not None:
             self._records -= opened.records

@@ -201,7 +201,7 @@ class LocatedRecords:
             behind = table[at]
             if not behind.flags & COLD:
                 return
-            yield layout.object_name(self._view.topic_id, behind.first_seq, behind.version), behind.data_bytes
+            yield layout.object_name(*behind.key_in(self._view.topic_id)), behind.data_bytes
 
     # -- in the log
 

@@ -17,7 +17,7 @@ from topics.core.clock import Clock
 from topics.core.config import U64_MAX
 from topics.core.errors import invalid, storage_unavailable
 from topics.core.keys import KeyScope
-from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentKey
 from topics.frontend.entry import limits
 from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room
 from topics.frontend.entry.wire import count
@@ -43,8 +43,6 @@ _TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_M
 _DIGESTS_KEPT: Final = 16_384
 _TRIES: Final = 8
 
-_Key = tuple[int, int, int]  # (topic id, first_seq, version) of a segment
-
 
 @dataclass(eq=False)
 class ManifestRoutes:
@@ -59,7 +57,7 @@ class ManifestRoutes:
     clock: Clock
     borrowed: Collection[str]
     """Names, in a cold tier, of files that are still in the archive that this service was restored from."""
-    _digests: OrderedDict[_Key, int] = field(default_factory=OrderedDict)
+    _digests: OrderedDict[SegmentKey, int] = field(default_factory=OrderedDict)
 
     @api.json_route("GET", f"{api.TOPIC_PATH}/segments", Route.OTHER, KeyScope.READ, "segments")
     @api.describe(_SEGMENTS, api.ok(_LISTED, answers.Manifest), "topic_not_found", "storage_unavailable")
@@ -161,8 +159,7 @@ class ManifestRoutes:
         rows = []
         slices = Slices()
         for info in listed:
-            key = (topic_id, info.first_seq, info.version)
-            digest = self._digests.get(key)
+            digest = self._digests.get(info.key_in(topic_id))
             if digest is None:
                 digest = self._digest(topic_id, info)
                 await slices.yield_if_over()
@@ -180,7 +177,7 @@ class ManifestRoutes:
             digest = index_digest(CommittedFile(path, info.records * ENTRY_LEN))
         except (OSError, CorruptSegment):
             return None
-        self._digests[(topic_id, info.first_seq, info.version)] = digest
+        self._digests[info.key_in(topic_id)] = digest
         if len(self._digests) > _DIGESTS_KEPT:
             self._digests.popitem(last=False)
         return digest

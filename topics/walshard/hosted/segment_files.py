@@ -18,7 +18,7 @@ from itertools import compress, islice
 from typing import Final, NamedTuple
 
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE, dense_entries
-from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentKey
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -48,14 +48,6 @@ _WAIT_MAX: Final = 64
 _FOR_NOW: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 """Errors that a lack of file descriptors or memory causes, and that say nothing about the file."""
 _DELETED_TABLE: Final = bytes(1 if flags & LOCATION_DELETED else 0 for flags in range(256))
-
-
-class SegmentKey(NamedTuple):
-    """The key of one segment's files."""
-
-    topic_id: int
-    first_seq: int
-    version: int
 
 
 class _Due(NamedTuple):
@@ -118,7 +110,7 @@ class SegmentFiles:
 
     def live_size(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
         """Return (records, bytes in the log) neither deleted nor lost. Sizes of whole sealed segments are kept."""
-        key = SegmentKey(topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         is_whole = bool(info.flags & SEALED) and (first_seq, last_seq) == (info.first_seq, info.last_seq)
         known = self._sizes.get(key) if is_whole else None
         if known is not None:
@@ -135,7 +127,7 @@ class SegmentFiles:
 
     def is_readable(self, topic_id: int, info: SegmentInfo) -> bool:
         """Return False once a part of the segment was unreadable or damaged: its sizes may be estimates then."""
-        return SegmentKey(topic_id, info.first_seq, info.version) not in self._unreadable
+        return info.key_in(topic_id) not in self._unreadable
 
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Return those of these seqs (ascending, all in the segment) that live, and their bytes in the log."""
@@ -150,7 +142,7 @@ class SegmentFiles:
 
     def is_all_deleted(self, topic_id: int, info: SegmentInfo) -> bool:
         """Return whether every record of a sealed segment is known to be deleted."""
-        key = SegmentKey(topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         if key in self._all_deleted:
             return True
         if not info.flags & SEALED or self._sizes.get(key, (0, 0))[0]:
@@ -175,7 +167,7 @@ class SegmentFiles:
 
     def sealed(self, topic_id: int, info: SegmentInfo) -> None:
         """Note a sealed segment, whose live records `count_some` will count."""
-        key = SegmentKey(topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         if key not in self._sizes:
             self._uncounted[key] = info
 
@@ -240,12 +232,12 @@ class SegmentFiles:
             self.mark(topic_id, new, seqs)
         due = self._due.pop((topic_id, old.first_seq), None)
         if due is not None:
-            self._sizes.pop(SegmentKey(topic_id, new.first_seq, new.version), None)
+            self._sizes.pop(new.key_in(topic_id), None)
             self.mark(topic_id, new, due.seqs)
 
     def forget(self, topic_id: int, info: SegmentInfo, *, with_marks: bool = True) -> None:
         """Forget a segment that was removed or replaced."""
-        key = SegmentKey(topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         self._indexes.pop(key, None)
         self.tags.forget(topic_id, info)
         self._sizes.pop(key, None)
@@ -274,7 +266,7 @@ class SegmentFiles:
 
     def _subtract(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> None:
         """Subtract records from the kept size of a segment, before they are marked."""
-        key = SegmentKey(topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         known = self._sizes.pop(key, None)
         if known is None:
             return
@@ -294,7 +286,7 @@ class SegmentFiles:
             return None
 
     def _log_unreadable(self, topic_id: int, info: SegmentInfo, error: OSError | CorruptSegment) -> None:
-        key = SegmentKey(topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         if key not in self._unreadable:
             log.error("a segment cannot be used as a whole", topic_id=f"{topic_id:016x}", reason=str(error))
             self._unreadable.add(key)
@@ -304,14 +296,13 @@ class SegmentFiles:
         return self._index(topic_id, info)[start : start + (last_seq - first_seq + 1) * ENTRY_LEN]
 
     def _index(self, topic_id: int, info: SegmentInfo) -> CommittedFile:
-        key = SegmentKey(topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         idx = self._indexes.get(key)
         length = info.records * ENTRY_LEN
         if idx is None or len(idx) < length:
             directory = layout.topic_dir(self._data_dir, topic_id)
-            idx = self._indexes[key] = CommittedFile(
-                layout.segment_idx_path(directory, info.first_seq, info.version), length
-            )
+            path = layout.segment_idx_path(directory, *key.name)
+            idx = self._indexes[key] = CommittedFile(path, length)
             if len(self._indexes) > INDEXES_MAX:
                 self._indexes.popitem(last=False)
         self._indexes.move_to_end(key)

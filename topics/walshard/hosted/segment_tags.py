@@ -7,7 +7,7 @@ from resource import RLIM_INFINITY
 from typing import Final
 
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE
-from topics.core.segment_list import SegmentInfo
+from topics.core.segment_list import SegmentInfo, SegmentKey
 from topics.core.tags import Match
 from topics.log import get_logger
 from topics.storage import layout
@@ -36,8 +36,8 @@ class SegmentTags:
     def __init__(self, data_dir: str, files_max: int) -> None:
         self._data_dir = data_dir
         self._files_max = files_max
-        self._open: OrderedDict[tuple[int, int, int], Postings] = OrderedDict()
-        """Open postings, by topic id, first seq and version of a segment; the latest used last."""
+        self._open: OrderedDict[SegmentKey, Postings] = OrderedDict()
+        """Open postings, the latest used last."""
 
     def find(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
         """Return the seqs of a sealed segment's records with a matching tag, ascending; some may be deleted meanwhile.
@@ -56,10 +56,10 @@ class SegmentTags:
 
     def forget(self, topic_id: int, info: SegmentInfo) -> None:
         """Forget a segment that was removed or replaced."""
-        self._open.pop((topic_id, info.first_seq, info.version), None)
+        self._open.pop(info.key_in(topic_id), None)
 
     def _postings(self, topic_id: int, info: SegmentInfo) -> Postings:
-        key = (topic_id, info.first_seq, info.version)
+        key = info.key_in(topic_id)
         postings = self._open.get(key)
         if postings is None:
             directory = layout.topic_dir(self._data_dir, topic_id)

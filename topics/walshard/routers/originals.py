@@ -278,7 +278,7 @@ class SegmentOriginals:
         """
         start = offset_lens[0] & LOW_WORD
         end = (offset_lens[-1] & LOW_WORD) + (offset_lens[-1] >> 32)
-        name = layout.object_name(topic_id, info.first_seq, info.version)
+        name = layout.object_name(*info.key_in(topic_id))
         path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         if not start < end <= info.data_bytes:
             raise ValueError(f"{path}: records from {first_seq} on are said to lie at {start}..{end}")
