@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from topics.core.keys import parse_list
 
@@ -82,6 +83,26 @@ def bucket_url(help: str) -> Variable:
         return text.rstrip("/")
 
     return Variable(parse, "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory", help)
+
+
+def overlap(data_dir: str, place: str, folder: str) -> str | None:
+    """Return why the store below `<place>/<folder>` cannot outlive the data directory: one lies inside the other, also
+    through symbolic links. None if not, or for a bucket.
+    """
+    if place.startswith("file://"):
+        place = unquote(urlsplit(place).path)
+    if "://" in place:
+        return None
+    data, store = os.path.realpath(data_dir), os.path.realpath(os.path.join(os.path.abspath(place), folder))
+    way_out = "name a place apart from it, best on another disk"
+    common = os.path.commonpath((data, store))
+    if common == data:
+        return f"its files would be in {store}, inside the data directory {data}; {way_out}"
+    return (
+        f"its files would be in {store}, which has the data directory {data} inside; {way_out}"
+        if common == store
+        else None
+    )
 
 
 def http_url(help: str) -> Variable:

@@ -174,7 +174,7 @@ def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
         with suppress(OSError):
             same = os.stat(_existing(cold_dir)).st_dev == os.stat(_existing(data_dir)).st_dev
             subject += ", on the device of the data directory" if same else ", on another device"
-        problem = _dir_problem(cold_dir, COLD_VARIABLE) or _same_dir_problem(cold_dir, data_dir)
+        problem = _dir_problem(cold_dir, COLD_VARIABLE)
         found.append(CheckFinding(subject, problem or _missing_segments(cold_dir, data_dir)))
 
     thread = Thread(target=check_directory, daemon=True)
@@ -250,12 +250,6 @@ def _followed_finding(url: str, settings: Settings) -> CheckFinding:
     except (OSError, EOFError, ArchiveDamagedError) as error:
         problem = f"it cannot be read: {error}"
     return CheckFinding(f"followed archive {url}", problem)
-
-
-def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
-    if not os.path.exists(cold_dir) or not os.path.exists(data_dir) or not os.path.samefile(cold_dir, data_dir):
-        return None
-    return f"is the data directory under another name; choose another {COLD_VARIABLE}"
 
 
 def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
