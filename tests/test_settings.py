@@ -241,6 +241,21 @@ def test_places_apart_from_the_data_directory(tmp_path: Path) -> None:
     assert read(data | {"TOPICS_ARCHIVE_URL": "s3://bucket/data"}).archive_url == "s3://bucket/data"
 
 
+def test_another_disk_may_be_mounted_in_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold, stat = tmp_path / "data/cold", os.stat
+    cold.mkdir(parents=True)
+
+    def mounted(path: str) -> os.stat_result:
+        row = list(stat(path))
+        row[2] += path.startswith(str(cold))  # st_dev
+        return os.stat_result(row)
+
+    given = {"TOPICS_DATA_DIR": str(tmp_path / "data"), "TOPICS_COLD_DIR": str(cold)}
+    assert "inside the data directory" in problems(given)[0]
+    monkeypatch.setattr(os, "stat", mounted)
+    assert read(given).cold_dir == str(cold)
+
+
 def test_a_place_that_hangs_holds_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, resolve = threading.Event(), os.path.realpath
 

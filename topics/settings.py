@@ -13,6 +13,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from threading import Thread
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
@@ -388,8 +389,9 @@ def _overlaps(given: dict[str, _GivenSetting], settings: Settings) -> list[str]:
     def look() -> None:
         for name, folder in folders.items():
             place = getattr(settings, name)
-            if place is not None and (problem := overlap(settings.data_dir, place, folder)):
-                found.append(f"{given[name].place}={given[name].raw}: {problem}")
+            with suppress(OSError):  # who uses the place says more
+                if place is not None and (problem := overlap(settings.data_dir, place, folder)):
+                    found.append(f"{given[name].place}={given[name].raw}: {problem}")
 
     if settings.data_dir and (settings.cold_dir or settings.has_archive):
         thread = Thread(target=look, daemon=True)
