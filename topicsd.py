@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -63,6 +63,20 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this needs the service's packages ({error.name} is missing): pip install 'topicsd[server]'"
 
 
+class OutputError(Exception):
+    """Stdout cannot be written, as on a full disk. No OSError, which a command may take for one of its own work."""
+
+
+class _Stdout(io.FileIO):
+    """File descriptor 1. It raises OutputError instead of OSError."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+
+
 def open_output() -> None:
     """Have stdout and stderr take all that is printed: one that was closed (`2>&-`) leads nowhere, and what an encoding
     lacks is spelled. Without that the first file that is opened would be stderr.
@@ -70,14 +84,16 @@ def open_output() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-    sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(1, "w"))
+    encoding, lines = (sys.stdout.encoding, sys.stdout.isatty()) if sys.stdout else ("utf-8", False)
+    buffer = io.BufferedWriter(_Stdout(1, "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=lines)
     sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def guarded(program: str, work: Callable[[], int]) -> int:
-    """Do the work of a program; return its exit code, also when it is interrupted, or its output cannot be written."""
+    """Do the work of a program; return its exit code, also when it is interrupted, or its output cannot be written.
+    Its errors begin with `program`.
+    """
     try:
         code = work()
         sys.stdout.flush()
@@ -86,10 +102,10 @@ def guarded(program: str, work: Callable[[], int]) -> int:
     except UnicodeEncodeError as error:
         print(f"{program}: an argument is not UTF-8: {os.fsencode(error.object)!r}", file=sys.stderr)
         return EXIT_USAGE
-    except OSError as error:
+    except (OutputError, OSError) as error:
         # The reader of the output has closed it, or its disk is full. What waits to be written goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
+        if isinstance(error.__cause__ or error, BrokenPipeError):
             return EXIT_BROKEN_PIPE
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_USAGE

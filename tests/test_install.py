@@ -161,7 +161,7 @@ def test_an_output_that_lacks_a_character_spells_it() -> None:
 def test_an_argument_that_is_no_text() -> None:
     command: list[str | bytes] = [str(Path(sys.executable).with_name("topics")), "read", b"a\xff"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stderr) == (2, "topics: an argument is not UTF-8: b'a\\xff'\n")
+    assert (done.returncode, done.stderr) == (2, "topics read: an argument is not UTF-8: b'a\\xff'\n")
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+LASTING_EVERY_S: Final = 60.0
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 _process: dict[str, Any] = {}
@@ -89,6 +90,30 @@ class SparseLines:
         self._next_s = now_s + self._every_s
         left_out, self._left_out = self._left_out, 0
         return left_out
+
+
+class LastingFailures:
+    """Failures that a loop meets in each turn for as long as something lasts, as a full disk. The first of an event is
+    logged, then one in LASTING_EVERY_S, and once that they are over. `place` says which of several things fails.
+    """
+
+    def __init__(self, time_s: Callable[[], float]) -> None:
+        self._time_s = time_s
+        self._lines: dict[tuple[Any, ...], SparseLines] = {}
+        self._logged: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def failed(self, event: str, error: object, **place: Any) -> None:
+        kind = event, *place.values()
+        if kind not in self._lines:
+            self._lines[kind] = SparseLines(LASTING_EVERY_S, self._time_s)
+        if (left_out := self._lines[kind].left_out()) is not None:
+            self._logged[kind] = place
+            get_logger().error(event, **place, reason=str(error), more_like_it=left_out)
+
+    def over(self, *events: str) -> None:
+        """Note that nothing fails with these events any more."""
+        for kind in [kind for kind in self._logged if kind[0] in events]:
+            get_logger().info("a failure is over", failure=kind[0], **self._logged.pop(kind))
 
 
 class _Stderr:

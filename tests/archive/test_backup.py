@@ -74,6 +74,43 @@ def test_a_stopped_service_is_backed_up_and_restored(tmp_path: Path) -> None:
         assert read(other.client, "orders")[0] == expected
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_list_of_an_archive_that_has_no_room(tmp_path: Path, damaged: bool) -> None:
+    """An output longer than one buffer was taken for a failure of the archive, exit code 1."""
+    place = tmp_path / "archive"
+    with Service(env=SMALL, shards=1) as service:
+        write(service.client, "orders", 1)
+        backup(service, place)
+    verb = "verify" if damaged else "list"
+    if damaged:
+        for path in place.rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"x")
+    for arguments in ([verb, place], [verb, place, "--json"]):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [COMMAND, "archive", *map(str, arguments)], check=False, stdout=full, stderr=subprocess.PIPE
+            )
+        assert done.returncode == 2
+        assert done.stderr.endswith(b"topics archive: cannot write to stdout: No space left on device\n")
+
+
+def test_no_archive_in_the_data_directory_and_none_around_it(tmp_path: Path) -> None:
+    data, link = tmp_path / "data", tmp_path / "link"
+    data.mkdir()
+    link.symlink_to(data)
+    inside = f"its files would be in {data}/copies/archive, inside the data directory {data}; name a place apart"
+    for arguments, problem in (
+        (["backup", "--data-dir", str(data), "--to", f"{link}/copies"], inside),
+        (["backup", "--data-dir", str(link), "--to", f"{data}/../data/copies"], inside),
+        (["restore", str(tmp_path), "--data-dir", f"{tmp_path}/archive/new"], f"has the data directory {tmp_path}"),
+    ):
+        refused = subprocess.run([COMMAND, *arguments], check=False, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 2
+        assert problem in refused.stderr
+    assert list(data.iterdir()) == []
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a directory of another user")
 def test_the_service_can_read_what_a_backup_by_root_made(tmp_path: Path) -> None:
     """`meta/service-id` was root's: its archiver, and a backup by its user, failed from then on."""

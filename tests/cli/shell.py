@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from tests.harness import Service, clean_environment
 
-COMMAND = (sys.executable, "-c", "import sys; from topics.cli.main import main; sys.exit(main())")
+COMMAND = (sys.executable, "-c", "import sys; from topicsd import topics; sys.exit(topics())")
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
 """Ends what hangs."""

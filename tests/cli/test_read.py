@@ -107,7 +107,15 @@ def test_a_full_disk_ends_in_one_line(shell: Shell, topics: Client, topic: str) 
             assert reading.wait(DEADLINE_S) == 2
     finally:
         os.close(full)
-    assert said == "topics: [Errno 28] No space left on device\n"
+    assert said == "topics read: cannot write to stdout: No space left on device\n"
+
+
+def test_tail_without_an_output_ends(shell: Shell, topic: str) -> None:
+    """It read on for ever. `sh` closes stdout, as `nohup … >&-` does."""
+    with shell.begin("tail", "-f", topic, before=("sh", "-c", 'exec "$@" >&-', "sh")) as tailing:
+        assert tailing.stderr is not None
+        assert tailing.stderr.read() == b"topics tail: cannot write to stdout: it is closed\n"
+        assert tailing.wait(DEADLINE_S) == 2
 
 
 def test_tail_prints_the_last_ones(shell: Shell, topics: Client, topic: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.faults import Crash, FaultyFileSystem
 from tests.walshard.compaction import Compaction
@@ -46,6 +47,10 @@ class Picky(FaultyFileSystem):
         fd = super().open(path, flags, mode)
         self._paths[fd] = path
         return fd
+
+    def unlink(self, path: str) -> None:
+        self._meet("unlink", path)
+        super().unlink(path)
 
     def fdatasync(self, fd: int) -> None:
         self._meet("fdatasync", self._paths[fd])
@@ -270,6 +275,49 @@ def test_on_a_full_disk_what_is_deleted_gives_its_room_back(machine: Machine, ho
     assert machine.snapshots()[-1] >= before[-1]
     assert (machine.in_segments("small"), machine.in_segments("new")) == (6, 3)
     check()
+
+
+def test_a_full_disk_is_told_once_then_rarely_and_once_that_it_is_over(machine: Machine) -> None:
+    """Two lines came each second for as long as it lasted."""
+    machine.rig.append("t", BIG)
+    assert machine.compaction.cut()
+
+    def cuts(count: int) -> list[tuple[str, str, object]]:
+        with capture_logs() as said:
+            for _ in range(count):
+                machine.rig.append("t", BIG)
+                machine.compaction.cut()
+                machine.rig.clock.ms += 1_000
+        told = [line for line in said if line["log_level"] != "debug"]
+        return [(line["log_level"], line.get("failure", line["event"]), line.get("more_like_it")) for line in told]
+
+    machine.is_full()
+    not_cut = "a checkpoint failed and will be repeated, so the log keeps its length"
+    assert cuts(60) == [("error", not_cut, 0)]
+    assert cuts(61) == [("error", not_cut, 59), ("error", not_cut, 59)]
+    machine.fs.limited = []
+    assert cuts(3) == [("info", not_cut, None)]
+    machine.is_full()
+    assert cuts(120)[0][:2] == ("error", not_cut), "the next time is told again"
+
+
+def test_files_that_stay_are_told_once_then_rarely_and_once_that_they_are_gone(machine: Machine) -> None:
+    for name in ("gone", "other"):
+        machine.rig.append(name, b"1")
+    assert machine.compaction.cut()
+    stuck = machine.directory_of("gone")
+    machine.delete("gone")
+    machine.fs.fails = lambda call, path: errno.EACCES if call == "unlink" and Path(path).parent == stuck else 0
+    with capture_logs() as said:
+        for _ in range(30):
+            machine.rig.append("other", b"1")
+            assert machine.compaction.cut()
+            machine.compaction.compactor.tidy()
+        machine.fs.fails = lambda _call, _path: 0
+        machine.compaction.compactor.tidy()
+    event = "superfluous files could not be removed, which will be repeated"
+    told = [line for line in said if line["log_level"] != "debug"]
+    assert [(line["event"], line.get("failure")) for line in told] == [(event, None), ("a failure is over", event)]
 
 
 def test_another_failure_does_not_hide_that_the_disk_is_full(machine: Machine) -> None:

@@ -120,6 +120,17 @@ def test_answers_are_readable_by_pages_of_a_listed_origin_only(listed: Service) 
         assert varies_by_origin(plain), "a cache must not give this answer to a page"
 
 
+@pytest.mark.parametrize("is_h2", [False, True])
+def test_a_refusal_of_a_long_target_is_readable(listed: Service, is_h2: bool) -> None:
+    """Over HTTP/2 it had no such headers, so the page could not tell it from a service that is away."""
+    with httpx.Client(base_url=listed.url, http1=not is_h2, http2=is_h2, timeout=20) as client:
+        for origin, readable in ((APP, APP), (OTHER, None)):
+            answer = client.get("/v0/topics/" + "a" * 17_000, headers={"Origin": origin})
+            envelope(answer.content, answer.headers["content-type"], "uri_too_long")
+            assert (answer.status_code, answer.headers.get(READABLE)) == (414, readable)
+            assert varies_by_origin(answer)
+
+
 def test_event_streams_are_readable_as_well(listed: Service) -> None:
     put(listed.client, "s")
     wid = watch(listed.client, {"s": {}})["wid"]

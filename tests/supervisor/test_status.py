@@ -247,7 +247,10 @@ def test_a_status_whose_reader_is_gone_or_has_no_room(start: Start) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     for verb in (["status"], ["check"], ["completion", "bash"]):
         where = [] if verb[0] == "completion" else ["--data-dir", str(service.data_dir)]
-        for stdout, code, said in ((broken, 141, ""), (full, 2, "topics-supervisor: [Errno 28] No space left")):
+        for stdout, code, said in (
+            (broken, 141, ""),
+            (full, 2, "topics-supervisor: cannot write to stdout: No space left on device\n"),
+        ):
             done = subprocess.run(
                 [COMMAND, *verb, *where],
                 stdout=stdout,

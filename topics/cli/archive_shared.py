@@ -14,7 +14,7 @@ from topics.archive.ownership import OtherShipperError
 from topics.archive.restoring import NotThereError
 from topics.archive.shipping import NoMomentError
 from topics.log import configure_log
-from topics.setting_values import MIB, RefusedValueError, bucket_url
+from topics.setting_values import MIB, RefusedValueError, bucket_url, overlap
 from topics.storage.archive_objects import ArchiveDamagedError
 from topics.storage.lock import DataDirLocked
 from topics.storage.logfile import RefusedLog
@@ -49,7 +49,7 @@ def _run(name: str, work: Work, options: argparse.Namespace) -> int:
     configure_log("warning", "console")  # or warnings would be on stdout, before the JSON
     try:
         return work(options)
-    except NotThereError as error:
+    except (NotThereError, argparse.ArgumentTypeError) as error:
         code, problem = EXIT_USAGE, str(error)
     except (NoMomentError, TimeoutError) as error:
         code, problem = EXIT_LATER, str(error)
@@ -80,6 +80,12 @@ def place(text: str) -> str:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no place: write a directory, {url.allowed}") from None
     return directory(text)
+
+
+def require_apart(data_dir: str, place: str) -> None:
+    """Raise ArgumentTypeError if an archive in `place` and the data directory are not apart."""
+    if problem := overlap(data_dir, place, "archive"):
+        raise argparse.ArgumentTypeError(f"{place}: {problem}")
 
 
 def mebibytes(size_bytes: int) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from topics.archive.backing_up import backup
-from topics.cli.archive_shared import PLACE, directory, fill_command, mebibytes, place, show
+from topics.cli.archive_shared import PLACE, directory, fill_command, mebibytes, place, require_apart, show
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.filesystem import OsFileSystem
@@ -37,6 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     cold_place = options.cold_dir or options.cold_url
     if not os.path.isdir(options.data_dir):
         raise FileNotFoundError(errno.ENOENT, "is no data directory", options.data_dir)
+    require_apart(options.data_dir, options.to)
     with progress("B", 0) as bar:
         done = backup(
             OsFileSystem(), options.data_dir, options.to, cold_place, SystemClock(), PATIENCE_MS, partial(show, bar)

@@ -40,11 +40,12 @@ COMMANDS: Final = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    return guarded("topics", lambda: _run(sys.argv[1:] if arguments is None else arguments))
-
-
-def _run(arguments: Sequence[str]) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     given = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return guarded(f"topics {given}" if given in COMMANDS else "topics", lambda: _run(arguments, given))
+
+
+def _run(arguments: Sequence[str], given: str | None) -> int:
     options = make_parser({given}).parse_args(arguments)
     options.environment = os.environ
     return int(options.command(options))

@@ -12,7 +12,7 @@ import msgspec
 
 from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, Restored, WantedMoment, plan, reserved
-from topics.cli.archive_shared import PLACE, directory, fill_command, mebibytes, place, show
+from topics.cli.archive_shared import PLACE, directory, fill_command, mebibytes, place, require_apart, show
 from topics.cli.read import timestamp_ms
 from topics.cli.shared import end_in_order, positive
 from topics.core.clock import SystemClock, iso
@@ -63,6 +63,7 @@ def _topic_seq(text: str) -> tuple[str, int]:
 
 def _run(options: argparse.Namespace) -> int:
     end_in_order()  # it gives its loan back
+    require_apart(options.data_dir, options.place)
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
     if options.take_over:

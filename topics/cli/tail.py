@@ -14,7 +14,7 @@ from topics.cli import shared
 from topics.cli.read import counted_pages, read_pages
 from topics.cli.shared import RecordPrinter, say
 from topics.client import Client, Record, Tombstone, TopicGone
-from topicsd import EXIT_BROKEN_PIPE
+from topicsd import EXIT_BROKEN_PIPE, OutputError
 
 LOOK_BACK_FACTOR: Final = 4
 _EXAMPLES: Final = """  topics tail -n 3 orders
@@ -38,6 +38,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _tail(client: Client, options: argparse.Namespace) -> int:
+    if options.follow and sys.__stdout__ is None:  # others end by themselves
+        raise OutputError("cannot write to stdout: it is closed")
     topics = list(dict.fromkeys(options.topics))
     printer = RecordPrinter(data_only=options.data_only, several=len(topics) > 1)
     positions = {topic: _print_last(client, topic, options.count, printer) for topic in topics}

@@ -12,6 +12,7 @@ from topics.cli import shared
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
 from topics.client import ApiError, Client, ClientError, NewRecord, calls
 from topics.progress import progress, stdin_bytes
+from topicsd import OutputError
 
 BATCH_MAX_BYTES: Final = 1 << 20
 BATCH_MAX_RECORDS: Final = 10_000
@@ -88,8 +89,8 @@ def _write(client: Client, options: argparse.Namespace) -> int:
         raise
     finally:
         writing.progress.close()
-        # A closed pipe must not hide the error before it.
-        with contextlib.suppress(BrokenPipeError):
+        # An output that cannot be written must not hide the error before it.
+        with contextlib.suppress(OutputError):
             writing.summary()
     return 0
 

@@ -37,7 +37,6 @@ from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
-from topics.log import get_logger
 from topics.shm.asks import Asks, ReplyT
 from topics.shm.topic_messages import Checkpoint, MarkAgain, TopicCheckpoint
 from topics.storage import layout
@@ -67,8 +66,6 @@ SEAL_AGAIN_MS: Final = 60_000
 """The pause after a segment could not be sealed. It doubles each time, up to SEAL_AGAIN_MAX_MS."""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
 
-log = get_logger()
-
 
 class Refused(Exception):  # noqa: N818 — named for what it is
     """The shard did not mark everything, or does not show all of its records: at the moment it cannot write its log."""
@@ -92,17 +89,15 @@ class _Step(NamedTuple):
 
 
 class _Failures:
-    """Failures of topics: their number, and the one to report. A full disk has priority, as an operator can mend it."""
+    """Failures of topics, and the one to report. A full disk has priority, as an operator can mend it."""
 
     def __init__(self) -> None:
-        self.topics = 0
         self.reported: OSError | None = None
         self.refused: Refused | None = None
         """The first topic of which the shard does not show all records."""
         self._no_room = 0
 
     def add(self, error: OSError) -> None:
-        self.topics += 1
         is_no_room = error.errno in NO_ROOM
         if self.reported is None or (is_no_room and not self._no_room):
             self.reported = error.with_traceback(None)  # the traceback would keep all bytes of the write in memory
@@ -147,7 +142,6 @@ class Checkpoints:
         except Refused as error:
             failures.refused = error
         if failures.reported is not None:
-            log.error("records of topics could not be put into segments", topics=failures.topics)
             raise failures.reported from failures.refused
         if failures.refused is not None:
             raise failures.refused

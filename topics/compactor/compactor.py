@@ -34,7 +34,7 @@ from topics.compactor.shard_copy import ShardCopy
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import doubled_ms
 from topics.core.errors import TopicsError
-from topics.log import get_logger
+from topics.log import LastingFailures, get_logger
 from topics.shm.topic_messages import Trim
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
@@ -42,6 +42,11 @@ from topics.storage.snapshot import ShardPart
 
 MEASURED_PER_STEP: Final = 16
 """The most segments measured in one step of upkeep: small ones hardly count against the bytes/s of `Rewriting`."""
+_NOT_CUT: Final = "a checkpoint failed and will be repeated, so the log keeps its length"
+_NOT_SAVED: Final = "a snapshot could not be saved, so the logs keep their length"
+_NOT_TRIMMED: Final = "log files could not be removed"
+_NOT_SYNCED: Final = "the disk is full, and a log cannot be synced"
+_SUPERFLUOUS_STAY: Final = "superfluous files could not be removed, which will be repeated"
 _COLD_STAYS: Final = "superfluous files in the cold directory could not be removed, which will be repeated"
 
 RETRY_MS: Final = 2_000
@@ -129,6 +134,7 @@ class Compactor:
     def __post_init__(self) -> None:
         self._cell, self._clock, self._alive = self._life.cell, self._life.clock, self._life.alive
         self._cell.set("snapshot_bytes", self._snapshots.size_bytes)
+        self._lasting = LastingFailures(lambda: self._clock.monotonic_ms() / 1000)
         self._tried_bytes = [self._cell.get(f"absorbed_bytes_{one.shard:02d}") for one in self.shard_copies]
 
     def follow(self, step_bytes: int) -> None:
@@ -225,22 +231,21 @@ class Compactor:
                 saved = True
             except OSError as error:
                 self._cell.add("failures")
-                log.error("a snapshot could not be saved, so the logs keep their length", reason=str(error))
+                self._lasting.failed(_NOT_SAVED, error)
                 is_full |= error.errno in NO_ROOM
         if is_full:
             self._make_room()
-        return saved and len(parts) == len(self.shard_copies)
+        complete = saved and len(parts) == len(self.shard_copies)
+        if complete:
+            self._lasting.over(_NOT_CUT, _NOT_SAVED, _NOT_SYNCED)
+        return complete
 
     def _not_cut(self, shard_copy: ShardCopy, error: OSError | Refused) -> bool:
         """Count and log the failure of one shard. True if the disk is full."""
         if isinstance(error, OSError):
             self.marks.doubt()
         self._cell.add("failures")
-        log.error(
-            "a checkpoint failed and will be repeated, so the log keeps its length",
-            shard=shard_copy.shard,
-            reason=str(error),
-        )
+        self._lasting.failed(_NOT_CUT, error, shard=shard_copy.shard)
         return isinstance(error, OSError) and error.errno in NO_ROOM
 
     def _checkpoint(self, shard_copy: ShardCopy) -> None:
@@ -274,14 +279,18 @@ class Compactor:
                 self._rewriting.loan.snapshot_saved(self.shard_copies)
 
     def _trim(self, positions: dict[int, WalPosition]) -> None:
+        all_trimmed = True
         for shard, position in positions.items():
             try:
                 self.shard_copies[shard].link.call(Trim(position.file_no))
             except TopicsError as error:
                 # The next trim removes these files, too.
                 self._cell.add("failures")
-                log.error("log files could not be removed", shard=shard, reason=str(error))
+                self._lasting.failed(_NOT_TRIMMED, error, shard=shard)
+                all_trimmed = False
             reached("trim.some")
+        if all_trimmed:
+            self._lasting.over(_NOT_TRIMMED)
         reached("trim.done")
 
     def consider_all(self) -> None:
@@ -336,7 +345,7 @@ class Compactor:
                 # The shard's answer means that its log is synced up to `until`.
                 shard_copy.catch_up(until, self._alive)
             except (OSError, Refused) as error:
-                log.error("the disk is full, and a log cannot be synced", shard=shard_copy.shard, reason=str(error))
+                self._lasting.failed(_NOT_SYNCED, error, shard=shard_copy.shard)
             else:
                 synced.add(shard_copy.shard)
         shrunk = set().union(*(self.shard_copies[shard].shrunk for shard in synced))
@@ -350,7 +359,7 @@ class Compactor:
 
     def _count_removed(self, swept: Swept) -> int:
         """Count and log the result of a sweep. Return the number of removed segments."""
-        self._count_failures("superfluous files could not be removed, which will be repeated", swept.failures)
+        self._count_failures(_SUPERFLUOUS_STAY, swept.failures)
         self._cell.add("segments_dropped", len(swept.removed))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
@@ -361,7 +370,9 @@ class Compactor:
     def _count_failures(self, event: str, failures: list[OSError]) -> None:
         if failures:
             self._cell.add("failures", len(failures))
-            log.error(event, count=len(failures), reason=str(failures[0]))
+            self._lasting.failed(event, failures[0])
+        else:
+            self._lasting.over(event)
 
     def _shard_of(self, topic_id: int) -> int | None:
         """Return the shard of a topic. None: no log ever created it."""

@@ -26,7 +26,7 @@ from topics.core.clock import SystemClock
 from topics.core.fold import Fold, FoldError
 from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD
-from topics.log import get_logger
+from topics.log import LastingFailures, get_logger
 from topics.settings import Settings
 from topics.shm.control import HEARTBEAT_MS, ProcessState, Role
 from topics.shm.instance import SharedMemory
@@ -43,6 +43,7 @@ from topics.storage.wal import room_left_bytes
 
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
+NOT_REWRITTEN: Final = "a segment could not be rewritten, which will be repeated"
 NICENESS: Final = 5
 """Clients come first. But this process must not starve: the logs, and so the next start, would grow without end."""
 
@@ -202,6 +203,7 @@ def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote,
     wal_bytes = min(settings.checkpoint_wal_bytes, settings.max_replay_bytes // 4 or settings.checkpoint_wal_bytes)
     times = CutTimes(settings.checkpoint_interval_ms, wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0
+    lasting = LastingFailures(lambda: clock.monotonic_ms() / 1000)
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
         life.alive()
@@ -220,10 +222,11 @@ def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote,
             # A failure here, for example of a cold directory, holds up no checkpoint.
             if times.may_keep_up(clock.monotonic_ms()) and clock.monotonic_ms() >= upkeep_not_before_ms:
                 upkeep_in_ms = compactor.upkeep()
+                lasting.over(NOT_REWRITTEN)
         except (OSError, Refused) as error:
             cell.add("failures")
             upkeep_not_before_ms = clock.monotonic_ms() + RETRY_MS
-            log.error("a segment could not be rewritten, which will be repeated", reason=str(error))
+            lasting.failed(NOT_REWRITTEN, error)
         if not life.stopping:
             life.sleep(pause_ms if upkeep_in_ms is None else min(pause_ms, max(1, upkeep_in_ms)))
     cell.set("state", ProcessState.DRAINING)

@@ -19,7 +19,7 @@ from starlette.routing import Router
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name, owner_shard
-from topics.frontend.asgi import ROUTE, AsgiApp, Receive, Scope, Send
+from topics.frontend.asgi import REFUSAL, ROUTE, AsgiApp, Receive, Scope, Send
 from topics.frontend.entry.bodies import ClientGoneError, check_repeated
 from topics.frontend.entry.responses import send_error
 from topics.frontend.live.websocket import Services, WebSocketRoute, refuse
@@ -88,6 +88,8 @@ class App:
         started_ns = time.perf_counter_ns()
         route = Route.OTHER
         try:
+            if (refusal := scope.get(REFUSAL)) is not None:
+                raise refusal
             self._pages.check(scope)
             check_repeated(scope["headers"])
             if b"%2" in scope.get("raw_path", b""):

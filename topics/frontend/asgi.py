@@ -37,6 +37,8 @@ DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, for an answer that counts only when it has left this process (api §10,
 `at_least_once`). ASGI's `send` returns earlier: bytes that are kept here are lost when the connection or the process
 ends. `Deliver` returns when the kernel has the whole body, or raises ConnectionResetError."""
+REFUSAL: Final = "topics.refusal"
+"""Key of a scope: the error with which the app is to answer this request, so that pages may read it (`Cors`)."""
 ADMITTED: Final = "topics.admitted"
 """Key of a scope: a function to call when the request is admitted: its connection has then shown a valid key."""
 RESERVATION: Final = "topics.reservation"

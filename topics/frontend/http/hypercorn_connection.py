@@ -26,11 +26,19 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
 from hyperframe.frame import GoAwayFrame
 
-from topics.core.errors import TopicsError
-from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer, until_disconnect
+from topics.frontend.asgi import (
+    ADMITTED,
+    REFUSAL,
+    AsgiApp,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    WriteBuffer,
+    until_disconnect,
+)
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
-from topics.frontend.entry.responses import send_error
 from topics.frontend.http.connections import GONE_S, Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer, run_in_time
 from topics.frontend.http.frame_budget import CheckedFrames, ClientAddresses, FrameBudget
@@ -361,11 +369,10 @@ class HypercornConnections:
         self._connections.arrived += 1
         scope[ADMITTED] = context.admit
         if scope["type"] != "websocket":
-            app = self._app
             if len(scope["raw_path"]) + len(scope["query_string"]) > self._limits.max_uri_bytes:
-                app = partial(_refuse, uri_too_long(self._limits))
+                scope[REFUSAL] = uri_too_long(self._limits)
             receive = scope["extensions"].pop(RECEIVE)  # breaks a reference cycle
-            await run_in_time(app, self._limits, self._clock, scope, receive, send)
+            await run_in_time(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False
 
@@ -385,10 +392,6 @@ class HypercornConnections:
         """Close idle connections now, and busy ones when they become idle."""
         for context in self.open:
             context.end.set_now()
-
-
-async def _refuse(error: TopicsError, scope: Scope, _receive: Receive, send: Send) -> None:
-    await send_error(send, dict(scope["headers"]), error)
 
 
 def _config(limits: HttpLimits) -> Config:
