@@ -83,7 +83,7 @@ class AsyncJob(_Job):
     """A job of an `async for`. The end of an `async with job:` settles it: done, or failed and to be repeated."""
 
     _was = ""
-    """How the job has ended, once the service has said so."""
+    """The end of the job, once the service has confirmed it: "acked" or "given back"."""
 
     async def ack(self) -> None:
         """Acknowledge the job: it is done. Again does nothing. LeaseLostError when it may be done again; RuntimeError
@@ -145,13 +145,13 @@ class Job(_Job):
         self._loop = loop
 
     def ack(self) -> None:
-        """As `AsyncJob.ack`."""
+        """Acknowledge the job like `AsyncJob.ack`."""
         self._settled = True
         if not self._job._has_been("acked"):
             self._settle(self._job.ack)
 
     def nack(self, delay_ms: int | None = None) -> None:
-        """As `AsyncJob.nack`."""
+        """Give the job back like `AsyncJob.nack`."""
         self._settled = True
         if not self._job._has_been("given back"):
             self._settle(partial(self._job.nack, delay_ms))

@@ -80,7 +80,7 @@ class TxnRoutes:
         """Drop a transaction's stages in one topic, but not those of a decided batch. `txn` is in query or body."""
         topic = request.topic
         body = await request.body(self.settings.max_command_bytes)
-        asked = request.query.get("txn")
+        asked = wire.parameter(request.query, "txn")
         txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else asked or "")
         if asked not in (None, txn):
             raise invalid("?txn is not the txn of the body: give one of the two", field="txn")
@@ -114,9 +114,7 @@ class TxnRoutes:
             for topic, (count, size_bytes) in sums.items():
                 topic_id = self._check_topic(topic)
                 if meant_for[topic] - {0, topic_id}:
-                    why = (
-                        f"there is no stage of topic {topic!r} as it is now: the topic was deleted after it was staged"
-                    )
+                    why = f"there is no stage of topic {topic!r} as it is: it was deleted after a stage was made"
                     raise TopicsError("not_found", why, {"topic": topic})
                 new += not topic_id
                 growth_bytes += await self._check_room(topic, count, size_bytes)
