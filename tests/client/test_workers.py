@@ -258,6 +258,48 @@ def test_the_asynchronous_worker_does_the_same(service: Service, topics: Client,
     wait_counts(topics, queue, (0, 0))
 
 
+def test_a_job_that_has_ended_may_end_so_again_and_in_no_other_way(topics: Client, queue: str) -> None:
+    jobs = topics.queue(queue).work()
+    done = next(jobs)
+    done.ack()
+    done.ack()
+    back = next(jobs)
+    back.nack(60_000)
+    for is_last in (False, True):
+        if is_last:
+            jobs.close()
+        done.ack()
+        back.nack()
+        with pytest.raises(RuntimeError, match=f"job 1 of '{queue}' was acked before, so it cannot be given back now"):
+            done.nack()
+        with pytest.raises(RuntimeError, match=f"job 2 of '{queue}' was given back before, so it cannot be acked now"):
+            back.ack()
+    assert not done.lost
+    assert topics.get_topic(queue).count == len(JOBS) - 1
+
+
+def test_an_asynchronous_job_that_has_ended_may_end_so_again_and_in_no_other_way(
+    service: Service, topics: Client, queue: str
+) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.url) as client:
+            async for job in client.queue(queue).work():
+                if job.seq == 1:
+                    await job.ack()
+                    await job.ack()
+                    with pytest.raises(RuntimeError, match=f"job 1 of '{queue}' was acked before"):
+                        await job.nack()
+                else:
+                    await job.nack(60_000)
+                    await job.nack()
+                    with pytest.raises(RuntimeError, match=f"job 2 of '{queue}' was given back before"):
+                        await job.ack()
+                    break
+
+    asyncio.run(run())
+    assert topics.get_topic(queue).count == len(JOBS) - 1
+
+
 def test_many_jobs_at_a_time_share_the_requests_of_their_acks(
     topics: Client, queue: str, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:

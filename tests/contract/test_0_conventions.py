@@ -440,3 +440,38 @@ def test_a_header_with_two_values_is_refused(service: Service, topic: str, is_h2
                 assert f"header {name} is there twice" in refused(answer, 400, "invalid_request")["message"]
         same = [("Idempotency-Key", "a"), ("Idempotency-Key", "a"), *JSON.items()]
         assert ok(client.post(f"/v0/topics/{topic}", content=RECORD, headers=same))["first_seq"] == 1
+
+
+def test_a_query_parameter_that_comes_twice_is_refused_on_every_route(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue")
+    wid = ok(client.post("/v0/watch", json={"topics": {topic: {"from_seq": 0}}}))["wid"]
+    names = {
+        "topic": topic,
+        "wid": wid,
+        "sink": topic,
+        "cursor": topic,
+        "router": topic,
+        "name": topic,
+        "pin": f"pin_{'A' * 22}",
+    }
+    asked = []
+    query: dict[str, Any]
+    for path, methods in client.get("/v0/openapi.json").json()["paths"].items():
+        for method, operation in methods.items():
+            for one in operation.get("parameters", ()):
+                name = one["name"]
+                if one["in"] != "query" or name == "token":  # without keys nobody looks at a token
+                    continue
+                query = {"node": "n"} if path.endswith("/work") else {}
+                if name in ("order", "kind", "contains"):
+                    query["sort"] = "topic"
+                body = {"records": [{"data": 1}]} if method == "post" else None
+                asked_twice = query | {name: ["1", "1"]}
+                answer = client.request(method.upper(), path.format(**names), params=asked_twice, json=body)
+                with case(method, path, name):
+                    error = refused(answer, 400, "invalid_request")
+                    assert error["message"] == f"?{name} is there 2 times: give it once"
+                    assert error["detail"] == {"field": name}
+                asked.append(name)
+    assert {"sort", "prefix", "touch", "if_empty", "return_seqs", "from_seq", "max", "txn", "lenient"} <= {*asked}
+    assert state(client, topic)["head_seq"] == 0

@@ -71,6 +71,15 @@ def test_a_read_answers_as_diff_does_plus_cursor_seq(client: httpx.Client, topic
     assert answer == same
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_read_by_it_is_a_read_of_the_topic(client: httpx.Client, topic: str, checkpoint: bool) -> None:
+    write(client, topic, 1)
+    ok(client.put(f"/v0/topics/{topic}/cursors/c", json={"from_seq": 0}))
+    assert ok(client.get(f"/v0/topics/{topic}?touch=false"))["last_read_ts"] is None
+    ok(client.post(f"/v0/topics/{topic}/cursors/c/read", json={"checkpoint": checkpoint}))
+    assert ok(client.get(f"/v0/topics/{topic}?touch=false"))["last_read_ts"] is not None
+
+
 def test_where_it_begins(client: httpx.Client, topic: str) -> None:
     write(client, topic, *range(5))
     assert make(client, topic, "zero")["cursor_seq"] == 0

@@ -115,6 +115,24 @@ def test_dropped_stages_cannot_be_committed(client: httpx.Client, topic: str) ->
     assert commit(client, topic, 0, other)["count"] == 1
 
 
+def test_what_was_staged_for_a_deleted_topic_is_not_committed_into_the_next_one(
+    client: httpx.Client, topic: str
+) -> None:
+    """The records were meant for another topic of that name, so nothing of the batch may be published."""
+    write(client, topic, "former")
+    mine, other = stage(client, topic, "staged"), stage(client, f"{topic}-other", "other")
+    ok(client.delete(f"/v0/topics/{topic}"))
+    batch = {"batch": 0, "stages": [other, mine]}
+    refused(client.post(f"/v0/txn/{topic}/commit", json=batch), 404, "not_found")
+    write(client, topic, "next")
+    error = refused(client.post(f"/v0/txn/{topic}/commit", json=batch), 404, "not_found")
+    assert error["detail"] == {"topic": topic}
+    assert data(client, topic) == ["next"]
+    missing(client, f"{topic}-other")
+    assert commit(client, topic, 0, other, stage(client, topic, "again"))["count"] == 2
+    assert data(client, topic) == ["next", "again"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

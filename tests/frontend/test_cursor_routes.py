@@ -41,7 +41,13 @@ class Reader:
         self.live = live
         self.catching_up = CatchingUp(RouterSight(live.rig.shared), live.reader, live.gateway)
         self.routes = CursorRoutes(
-            live.gateway, live.reader, self.catching_up, live.rig.settings, live.cell, lambda _needed: None
+            live.gateway,
+            live.reader,
+            self.catching_up,
+            live.rig.settings,
+            live.cell,
+            lambda _needed: None,
+            lambda _ref: None,
         )
         self.before_page: Callable[[], Awaitable[None]] | None = None
         self.stall = False
@@ -260,7 +266,13 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
         reader = Reader(live)
         await reader.make(4)
         other = CursorRoutes(
-            live.gateway, live.reader, reader.catching_up, live.rig.settings, live.cell, lambda _needed: None
+            live.gateway,
+            live.reader,
+            reader.catching_up,
+            live.rig.settings,
+            live.cell,
+            lambda _needed: None,
+            lambda _ref: None,
         )
         other._reads = itertools.count(100)  # as at another frontend: it waits for no turn at this one
         reader.stall = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
 import pytest
 
 from tests.cases import case
@@ -14,19 +16,20 @@ from topics.storage.txn_files import (
     decode_sink,
     decode_sink_head,
     decode_stage,
-    decode_stage_head,
     encode_sink,
     encode_stage,
     is_sink_name,
     is_stage_id,
     new_stage_id,
+    read_stage_head,
     sink_name,
     stage_name,
     stage_of_name,
+    topic_id_of,
 )
 
 RECORDS = lay_out([(b"node", b"tag", b'{"a":1}', b'{"k":"v"}'), (b"", b"", b"2", b"")])
-STAGE = encode_stage("orders", RECORDS)
+STAGE = encode_stage("orders", RECORDS, 0x1A2B)
 SINK = encode_sink(Sink("sink", 7, [("stage", "orders"), ("other", "audit")]))
 
 
@@ -34,7 +37,8 @@ def test_a_stage_holds_its_frames_as_they_were_laid_out() -> None:
     stage = decode_stage(STAGE)
     assert (stage.topic, stage.offset_len, stage.record_flags) == ("orders", RECORDS.offset_len, RECORDS.flags)
     assert stage.frames == RECORDS.buffer
-    assert decode_stage_head(STAGE[:267])[:2] == ("orders", 2)
+    assert read_stage_head(BytesIO(STAGE)) == ("orders", 2, len(RECORDS.buffer), 0x1A2B)
+    assert topic_id_of(stage.frames) == 0x1A2B
 
 
 def test_a_sink_holds_its_batch_and_stages() -> None:
@@ -50,12 +54,10 @@ def test_every_changed_or_missing_byte_of_a_stage_is_found() -> None:
 
 
 def test_a_head_that_is_damaged_is_found_as_far_as_it_can_be() -> None:
-    head = STAGE[:267]
-    at = head.index(b"orders")
-    with pytest.raises(TxnFileDamagedError):
-        decode_stage_head(head[:at] + b"\xff" + head[at + 1 :])
-    with pytest.raises(TxnFileDamagedError):
-        decode_stage_head(head[: at + 5])
+    at = STAGE.index(b"orders")
+    for damaged in (STAGE[:at] + b"\xff" + STAGE[at + 1 :], STAGE[: at + 5], STAGE[: at + 6], STAGE[:3]):
+        with case(damaged), pytest.raises(TxnFileDamagedError):
+            read_stage_head(BytesIO(damaged))
 
 
 def test_every_changed_or_missing_byte_of_a_sink_is_found() -> None:

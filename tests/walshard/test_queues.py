@@ -185,11 +185,29 @@ def test_leases_of_a_time_in_which_they_were_durable_do_not_come_back(rig: Rig, 
     assert rig.call(Ack("q", "other", [1], None)).count == 1
     if cut:
         assert Compaction(rig).cut()
-    assert claim(rig, node="other").seqs == [2]
+    other = claim(rig, node="other")
+    assert other.seqs == [2]
     rig.call(PutTopic("q", TopicConfig(type="queue", leases_durable=True), True))
     rig.boot()
     assert rig.call(Ack("q", "w", [2], lease_nos(former)[1:])).skipped == [2], "it was given to somebody else since"
-    assert counts(rig) == (1, 0, 0)
+    assert rig.call(Ack("q", "other", [2], lease_nos(other))).count == 1
+
+
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+def test_leases_that_are_held_when_they_become_durable_outlive_a_crash(rig: Rig, durability: Any) -> None:
+    queue(rig, 6, durability=durability)
+    held = claim(rig, 4)
+    rig.call(Nack("q", "w", [2], None, 0))
+    rig.call(Nack("q", "w", [3], None, 5_000))
+    rig.call(PutTopic("q", TopicConfig(type="queue", leases_durable=True), True))
+    rig.boot()
+    assert counts(rig) == (3, 2, 0)
+    again = claim(rig, 10)
+    assert (again.seqs, again.deliveries) == ([2, 5, 6], [2, 1, 1])
+    rig.restart_service()
+    assert rig.call(Ack("q", "w", [1, 4], [lease_nos(held)[0], lease_nos(held)[3]])).count == 2
+    rig.clock.ms += 5_001
+    assert claim(rig, 10).deliveries == [2]
 
 
 def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSystem) -> None:

@@ -21,6 +21,7 @@ from topics.core.errors import TopicsError
 from topics.frontend.txn.coordinator import Stages
 from topics.shm.asks import Message
 from topics.shm.topic_messages import (
+    DeleteTopic,
     PutTopic,
     StagePublish,
     StagesOver,
@@ -102,6 +103,26 @@ def test_an_unfinished_batch_is_found_and_finished_before_the_next(rig: Rig) -> 
     drive(rig, "s", told.batch, told.pending)
     assert (data(rig, "a"), data(rig, "b")) == ([b"1"], [b"2"])
     assert rig.call(TxnPending()).batches == []
+
+
+def test_what_is_decided_for_a_topic_that_is_then_made_again_goes_with_the_former_one(rig: Rig) -> None:
+    rig.append("a", b"former")
+    rig.append("lost", b"former")
+    store, records = stages_of(rig), partial(lay_out, [(b"", b"", b"staged", b"")])
+    stages = [
+        (store.make(topic, "txn", records(), rig.view(topic).topic_id), topic) for topic in ("a", "lost", "lost")
+    ] + stage(rig, ("b", [b"new"]))
+    rig.call(TxnBegin("s", 0, stages))
+    rig.call(DeleteTopic("a", False))
+    rig.append("a", b"next")
+    rig.call(DeleteTopic("lost", False))  # as where the log lost it: it is made again, for all stages of the batch
+    for _driver in range(2):
+        for call in publish_calls("s", 0, stages):
+            rig.call(call)
+        assert (data(rig, "a"), data(rig, "lost"), data(rig, "b")) == ([b"next"], [b"staged"] * 2, [b"new"])
+        rig.restart_service()
+    drive(rig, "s", 0, stages)
+    assert (data(rig, "a"), data(rig, "lost"), data(rig, "b")) == ([b"next"], [b"staged"] * 2, [b"new"])
 
 
 def test_a_late_driver_publishes_nothing_twice(rig: Rig) -> None:

@@ -82,15 +82,32 @@ class _Job:
 class AsyncJob(_Job):
     """A job of an `async for`. The end of an `async with job:` settles it: done, or failed and to be repeated."""
 
+    _was = ""
+    """The end of the job, once the service has confirmed it: "acked" or "given back"."""
+
     async def ack(self) -> None:
-        """Acknowledge the job: it is done. LeaseLostError when it may be done again."""
+        """Acknowledge the job: it is done. Again does nothing. LeaseLostError when it may be done again; RuntimeError
+        after `nack`.
+        """
         self._settled = True
-        await self._shift.ack(self.claimed)
+        if not self._has_been("acked"):
+            await self._shift.ack(self.claimed)
+            self._was = "acked"
 
     async def nack(self, delay_ms: int | None = None) -> None:
-        """Give the job back, to be done again by anyone after the back-off, or after this delay."""
+        """Give the job back, to be done again by anyone after the back-off, or after this delay. Again does nothing.
+        RuntimeError after `ack`.
+        """
         self._settled = True
-        await self._shift.nack(self.claimed, delay_ms)
+        if not self._has_been("given back"):
+            await self._shift.nack(self.claimed, delay_ms)
+            self._was = "given back"
+
+    def _has_been(self, end: str) -> bool:
+        """Return whether the job has ended in this way. RuntimeError if it has ended in the other."""
+        if self._was not in ("", end):
+            raise RuntimeError(f"job {self.seq} of {self.topic!r} was {self._was} before, so it cannot be {end} now")
+        return self._was == end
 
     async def __aenter__(self) -> Self:
         return self
@@ -128,14 +145,16 @@ class Job(_Job):
         self._loop = loop
 
     def ack(self) -> None:
-        """Acknowledge the job: it is done. LeaseLostError when it may be done again."""
+        """Acknowledge the job like `AsyncJob.ack`."""
         self._settled = True
-        self._settle(self._job.ack)
+        if not self._job._has_been("acked"):
+            self._settle(self._job.ack)
 
     def nack(self, delay_ms: int | None = None) -> None:
-        """Give the job back, to be done again by anyone after the back-off, or after this delay."""
+        """Give the job back like `AsyncJob.nack`."""
         self._settled = True
-        self._settle(partial(self._job.nack, delay_ms))
+        if not self._job._has_been("given back"):
+            self._settle(partial(self._job.nack, delay_ms))
 
     def _settle(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do `work` in the loop; LeaseLostError when that has ended, and the job's lease with it."""

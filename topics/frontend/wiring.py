@@ -161,7 +161,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
         websocket,
         QueueRoutes(queue_services, catching_up, settings, cell),
         work,
-        CursorRoutes(gateway, reader, catching_up, settings, cell, access.require_leader),
+        CursorRoutes(gateway, reader, catching_up, settings, cell, access.require_leader, known.note_read),
         TxnRoutes(
             append, coordinator, reader, topics.evicted, settings, topic_quota, bytes_quota, access.require_leader
         ),

@@ -1,7 +1,8 @@
 """The files of transactions over topics (api §6): stages and sinks; docs/storage-format.md has their bytes.
 
 A *stage* is a file with records of one topic that a transaction holds back until they are published: unstamped Append
-frames of one atomic write (`frame.py`).
+frames of one atomic write (`frame.py`). Only the first one has a topic id: that of the topic that the records are meant
+for, 0 if there was none of this name.
 
 The coordinator writes it once and syncs it before it tells anybody the stage's id (`replace_file`). It never changes. A
 dropped stage has the file time TAKEN_BACK_NS until it is removed: no batch can claim it any more. Its name is
@@ -26,17 +27,19 @@ import secrets
 import sys
 from array import array
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_hexdigest
 
 from topics.storage.filesystem import FileSystem, opened
-from topics.storage.frame import CHECKSUM, LaidOut, is_utf8
+from topics.storage.frame import CHECKSUM, IDS_AT, LaidOut, is_utf8
 
 STAGE_VERSION: Final = 1
 _STAGE_HEADER: Final = Struct("<4sHHIQ")
 _STAGE_MAGIC: Final = b"TSTG"
+_NAME_LEN_MAX: Final = 255
+_TOPIC_ID: Final = Struct("<Q")
 _WORD_LEN: Final = 8
 _STAGE_ID: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 _STAGE_NAME: Final = re.compile(r"([0-9a-f]{32}(?:-[0-9a-f]{16}){1,2})\.stage")
@@ -66,6 +69,7 @@ class StageHead(NamedTuple):
     topic: str
     records: int
     size_bytes: int
+    topic_id: int
 
 
 def new_stage_id(topic: str, txn: str) -> str:
@@ -109,8 +113,9 @@ def belongs_to_txn(stage_id: str, topic: str, txn: str) -> bool:
     return stage_id.startswith(f"{_group(topic, txn)}-")
 
 
-def encode_stage(topic: str, records: LaidOut) -> bytes:
+def encode_stage(topic: str, records: LaidOut, topic_id: int = 0) -> bytes:
     name = topic.encode()
+    _TOPIC_ID.pack_into(records.buffer, IDS_AT, topic_id)
     content = b"".join(
         (
             _STAGE_HEADER.pack(_STAGE_MAGIC, STAGE_VERSION, len(name), records.count, len(records.buffer)),
@@ -143,19 +148,24 @@ def decode_stage(content: bytes) -> Stage:
     return Stage(topic, offset_len, bytes(view[at : at + count]), bytearray(view[at + count : at + count + frames_len]))
 
 
-def decode_stage_head(head: bytes) -> StageHead:
-    """Decode the first STAGE_HEAD_LEN bytes of the file; the checksum is not checked. Raise TxnFileDamagedError."""
+def topic_id_of(frames: bytes | bytearray) -> int:
+    """Return the id of the topic that the frames of a stage are meant for, 0 for any of its name."""
+    return int(_TOPIC_ID.unpack_from(frames, IDS_AT)[0]) if frames else 0
+
+
+def read_stage_head(file: BinaryIO) -> StageHead:
+    """Read the beginning of a stage's file; the checksum is not checked. Raise OSError, TxnFileDamagedError."""
+    head = file.read(_STAGE_HEADER.size + _NAME_LEN_MAX)
     if len(head) < _STAGE_HEADER.size:
         raise TxnFileDamagedError(f"it has only {len(head)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(head)
     name = head[_STAGE_HEADER.size : _STAGE_HEADER.size + name_len]
     if magic != _STAGE_MAGIC or version != STAGE_VERSION or len(name) != name_len or not is_utf8(name):
         raise TxnFileDamagedError("its beginning is not that of a stage")
-    return StageHead(name.decode(), count, frames_len)
-
-
-STAGE_HEAD_LEN: Final = _STAGE_HEADER.size + 255
-"""Length of the header with the longest topic name."""
+    file.seek(_STAGE_HEADER.size + name_len + count * (_WORD_LEN + 1))
+    if len(frame := file.read(IDS_AT + _TOPIC_ID.size)) < IDS_AT + _TOPIC_ID.size:
+        raise TxnFileDamagedError("its frames are missing")
+    return StageHead(name.decode(), count, frames_len, topic_id_of(frame))
 
 
 def _group(topic: str, txn: str) -> str:

@@ -19,6 +19,7 @@ from topics.core.errors import TopicsError, forbidden, invalid, throttled
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
 from topics.frontend.asgi import ADMITTED, AsgiApp, Scope
 from topics.frontend.entry.responses import error_body
+from topics.frontend.entry.wire import parameter
 from topics.log import get_logger
 from topics.settings import Settings, SettingsError, is_loopback, read_keys
 from topics.shm.control import Cell, ProcessCell
@@ -120,8 +121,8 @@ class Access:
             return ANYONE
         presented = _bearer(scope["headers"])
         if presented is None and token:
-            tokens = QueryParams(scope["query_string"]).getlist("token")
-            presented = tokens[0].encode() if tokens else None
+            text = parameter(QueryParams(scope["query_string"]), "token")
+            presented = None if text is None else text.encode()
         if presented is None:
             raise TopicsError("unauthorized", "this needs a key: send Authorization: Bearer <key>")
         key = keys.find(presented)

@@ -150,20 +150,27 @@ _CHECKSUM_LEN: Final = 4
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
-def flag(query: QueryParams, name: str, default: bool) -> bool:
-    """Return `?name=true|false` (or 1, 0); the first one counts. Raise `400 invalid_request`."""
+def parameter(query: QueryParams, name: str) -> str | None:
+    """Return `?name`, None without one. Raise `400 invalid_request` if it is there more than once."""
     values = query.getlist(name)
-    if values and values[0] not in _FLAGS:
-        raise invalid(f"?{name} must be true or false, not {values[0][:100]!r}", field=name)
-    return _FLAGS[values[0]] if values else default
+    if len(values) > 1:
+        raise invalid(f"?{name} is there {len(values)} times: give it once", field=name)
+    return values[0] if values else None
+
+
+def flag(query: QueryParams, name: str, default: bool) -> bool:
+    """Return `?name=true|false` (or 1, 0). Raise `400 invalid_request`."""
+    text = parameter(query, name)
+    if text is not None and text not in _FLAGS:
+        raise invalid(f"?{name} must be true or false, not {text[:100]!r}", field=name)
+    return default if text is None else _FLAGS[text]
 
 
 def count(query: QueryParams, name: str, default: int) -> int:
-    """Return `?name=<u64>`; the first one counts. Raise `400 invalid_request`."""
-    values = query.getlist(name)
-    if not values:
+    """Return `?name=<u64>`. Raise `400 invalid_request`."""
+    text = parameter(query, name)
+    if text is None:
         return default
-    text = values[0]
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= U64_MAX):
         raise invalid(f"?{name} must be an integer from 0 to 2^64-1, not {text[:100]!r}", field=name)
     return int(text)

@@ -27,7 +27,7 @@ from topics.frontend.entry.wire import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
-from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
+from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, TopicRef, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
@@ -146,6 +146,7 @@ class CursorRoutes:
     _settings: Settings
     _cell: ProcessCell
     _require_leader: Callable[[KeyScope], None]
+    _note_read: Callable[[TopicRef], None]
     moving: Budget = field(default_factory=lambda: Budget(limits.CURSOR_PAGES))
     _reads: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -308,6 +309,7 @@ class CursorRoutes:
         ref = self._reader.get(name)
         try:
             page = await self._reader.fetch_page(ref, at.seq, options, at.up_to_seq)
+            self._note_read(ref)
             return page if at.up_to_seq is None else _up_to(page, at.up_to_seq)
         except CorruptRecordError as error:
             raise TopicsError(

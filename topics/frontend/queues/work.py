@@ -24,7 +24,7 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.responses import encode_json
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
-from topics.frontend.entry.wire import count
+from topics.frontend.entry.wire import count, parameter
 from topics.frontend.live import event_streams
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, Push, StreamSlots
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
@@ -132,7 +132,7 @@ class WorkStream:
         self._loop = asyncio.get_running_loop()
         self.name = name
         self._key_digest = key_digest
-        self._node = checked_node(query.get("node", ""), settings)
+        self._node = checked_node(parameter(query, "node") or "", settings)
         self._most = max(1, min(count(query, "max", 1), settings.max_claim))
         lease_ms = clamped_lease_ms(max(1, count(query, "lease_ms", 0)))
         self._lease_ms = lease_ms if "lease_ms" in query else None

@@ -193,7 +193,7 @@ class ApiRequest:
     async def list_page(self, check_name: Callable[[str], str]) -> tuple[int, str]:
         """Return the size of the page of a list, and the name that it follows, when there is room for its answer."""
         query = self.query
-        size, after = page_size(query), name_after(query.get("cursor"), check_name)
+        size, after = page_size(query), name_after(wire.parameter(query, "cursor"), check_name)
         await reserve_room(self.scope, LIST_BYTES_MAX)
         return size, after
 

@@ -177,15 +177,15 @@ class RouterRoutes:
     async def _find(self, request: ApiRequest, after: str, most: int, slices: Slices) -> list[Router]:
         """Return the first routers behind a name that a list is to show, by name."""
         query, caller, registry = request.query, request.caller, self.sight.registry()
-        prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
+        prefix, source, dest = (wire.parameter(query, name) for name in ("prefix", "source", "dest"))
         end = "dest" if dest is not None else "source" if source is not None else ""
-        topic = query.get(end, "") if end else ""
+        topic = (source if dest is None else dest) or ""
 
         def fits(router: Router) -> bool:
             return source in (None, router.spec.source) and is_shown(router, caller)
 
         found: list[Router] = []
-        while len(found) < most and (some := registry.named(prefix, after, SLICE_ROUTERS, end, topic)):
+        while len(found) < most and (some := registry.named(prefix or "", after, SLICE_ROUTERS, end, topic)):
             found += filter(fits, some)
             after = some[-1].name
             await slices.yield_if_over()

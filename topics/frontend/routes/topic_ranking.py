@@ -18,6 +18,7 @@ from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
+from topics.frontend.entry.wire import parameter
 from topics.frontend.shards.arenas import SLICE_TOPICS, Arenas, Slices, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.queue_messages import CursorGet, CursorReply
@@ -76,7 +77,7 @@ class TopicRanking:
         """Return the first `most` topics as `?sort`, `?order`, `?kind` and `?contains` ask, and how many fit."""
         sort = _given(query, "sort", "topic")
         order = _given(query, "order", "asc" if sort == "topic" else "desc")
-        kind, contains = _given(query, "kind", "any"), query.get("contains", "")
+        kind, contains = _given(query, "kind", "any"), parameter(query, "contains") or ""
         async with self._lock:
             if self._pass is None or time.monotonic() >= self._pass.until_s:
                 self._pass = await self._look(self._pass)
@@ -155,7 +156,9 @@ def check_query(query: QueryParams) -> None:
 
 
 def _given(query: QueryParams, name: str, default: str) -> str:
-    value = query.get(name, default)
+    value = parameter(query, name)
+    if value is None:
+        return default
     if value not in ALLOWED[name]:
         raise invalid(f"?{name} must be one of {', '.join(ALLOWED[name])}, not {value[:100]!r}", field=name)
     return value

@@ -64,7 +64,7 @@ class TopicRoutes:
         query = request.query
         touch = flag(query, "touch", False)
         check_query(query)
-        prefixes = request.caller.narrowed(query.get("prefix", ""))
+        prefixes = request.caller.narrowed(wire.parameter(query, "prefix") or "")
         await self.arenas.learn(Slices())
         arenas = [self.arenas.require(shard) for shard in range(self.gateway.shards)]
         size, after = await request.list_page(check_topic_name)

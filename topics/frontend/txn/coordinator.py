@@ -49,14 +49,16 @@ class Stages:
         self._fs = fs or OsFileSystem()
         self.ttl_ms, self._room_bytes = ttl_ms, room_bytes
 
-    def make(self, topic: str, txn: str, records: LaidOut) -> str:
-        """Write a new stage and return its id once it is on the disk. Raise TopicsError."""
+    def make(self, topic: str, txn: str, records: LaidOut, topic_id: int = 0) -> str:
+        """Write a new stage and return its id once it is on the disk; `topic_id` 0: the topic is not there yet. Raise
+        TopicsError.
+        """
         stage = txn_files.new_stage_id(topic, txn)
         try:
             if self._room_bytes() < len(records.buffer):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             make_dirs(self._fs, self._directory)
-            replace_file(self._fs, self._path(stage), txn_files.encode_stage(topic, records))
+            replace_file(self._fs, self._path(stage), txn_files.encode_stage(topic, records, topic_id))
         except OSError as error:
             raise _failed("the stage cannot be written", error) from None
         return stage
@@ -131,7 +133,7 @@ class Stages:
             try:
                 if self._age_ms(txn_files.stage_name(now)) <= self.ttl_ms:
                     with open(self._path(now), "rb") as file:
-                        return now, txn_files.decode_stage_head(file.read(txn_files.STAGE_HEAD_LEN))
+                        return now, txn_files.read_stage_head(file)
             except FileNotFoundError:
                 pass  # it may have just been claimed: try its other name
             except (OSError, txn_files.TxnFileDamagedError) as error:

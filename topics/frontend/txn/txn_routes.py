@@ -59,9 +59,10 @@ class TxnRoutes:
         topic = request.topic
         body = await request.body(self.settings.max_body_bytes)
         txn, records = await asyncio.to_thread(self._read, body)
-        self.topics.require(self._check_topic(topic))
+        topic_id = self._check_topic(topic)
+        self.topics.require(not topic_id)
         self.total_bytes.require(await self._check_room(topic, records.count, len(records.buffer)))
-        stage = await asyncio.to_thread(self.coordinator.stages.make, topic, txn, records)
+        stage = await asyncio.to_thread(self.coordinator.stages.make, topic, txn, records, topic_id)
         size = {"count": records.count, "bytes": len(records.buffer)}
         ttl_ms = self.coordinator.stages.ttl_ms
         return JsonReply({"topic": topic, "txn": txn, "stage": stage, **size, "expires_in_ms": ttl_ms})
@@ -79,7 +80,7 @@ class TxnRoutes:
         """Drop a transaction's stages in one topic, but not those of a decided batch. `txn` is in query or body."""
         topic = request.topic
         body = await request.body(self.settings.max_command_bytes)
-        asked = request.query.get("txn")
+        asked = wire.parameter(request.query, "txn")
         txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else asked or "")
         if asked not in (None, txn):
             raise invalid("?txn is not the txn of the body: give one of the two", field="txn")
@@ -103,13 +104,19 @@ class TxnRoutes:
         if last_batch is None or last_batch < given.batch:
             heads = await asyncio.to_thread(self.coordinator.stages.heads, given.stages, sink, given.batch)
             sums: dict[str, tuple[int, int]] = {}
-            for topic, count, size_bytes in heads.values():
+            meant_for: dict[str, set[int]] = {}
+            for topic, count, size_bytes, topic_id in heads.values():
+                meant_for.setdefault(topic, set()).add(topic_id)
                 counted, counted_bytes = sums.get(topic, (0, 0))
                 sums[topic] = counted + count, counted_bytes + size_bytes
             request.caller.require(KeyScope.WRITE, sums)
             slices, new, growth_bytes = Slices(), 0, 0
             for topic, (count, size_bytes) in sums.items():
-                new += self._check_topic(topic)
+                topic_id = self._check_topic(topic)
+                if meant_for[topic] - {0, topic_id}:
+                    why = f"there is no stage of topic {topic!r} as it is: it was deleted after a stage was made"
+                    raise TopicsError("not_found", why, {"topic": topic})
+                new += not topic_id
                 growth_bytes += await self._check_room(topic, count, size_bytes)
                 await slices.yield_if_over()
             self.topics.require(new)
@@ -156,14 +163,14 @@ class TxnRoutes:
             raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
         return _checked_txn(request.txn), self.append.lay_out(AppendBody(request.records, request.node), len(body))
 
-    def _check_topic(self, topic: str) -> bool:
-        """Before the decision, refuse a topic in which publishing would fail. Return whether the topic is new."""
+    def _check_topic(self, topic: str) -> int:
+        """Before the decision, refuse a topic in which publishing would fail. Return its id, 0 if it is not there."""
         ref = self.reader.find(topic)
         if ref is not None and ref.config.durability == "ephemeral":
             raise invalid(
                 f"topic {topic!r} is ephemeral, so it cannot keep the promise of a transaction", field="topic"
             )
-        return ref is None
+        return 0 if ref is None else ref.view.topic_id
 
     async def _check_room(self, topic: str, records: int, size_bytes: int) -> int:
         """Refuse records that the topic could not take: after the decision nobody checks that. Return the bytes by

@@ -72,8 +72,19 @@ class Sinks:
                 return TxnPendingReply(self._pending())
 
     def publish(self, call: StagePublish, _frontend: int, group: Draft) -> AppendReply:
-        """Append the records of a stage."""
-        return self._appends.prepare(self.staged(call), _frontend, group)
+        """Append the records of a stage. If its topic was deleted and made again after the decision, its records are
+        those of the deleted topic and went with it; unless this batch itself has made the topic again.
+        """
+        request = self.staged(call)
+        if topic_id := txn_files.topic_id_of(request.frames):
+            if call.name in group.made:
+                raise CommitFirst
+            hosted = self._catalog.find(call.name)
+            if hosted is not None and hosted.topic.id != topic_id:
+                published = hosted.topic.idempotency.published_stages()
+                if not any((call.sink, call.batch) == (sink, batch) for sink, batch, _stages in published):
+                    return AppendReply(0, 0, 0, False, True, hosted.topic.config.durability, 0, 0)
+        return self._appends.prepare(request, _frontend, group)
 
     def stages_over(self, call: StagesOver, _frontend: int, _group: Draft) -> None:
         """Forget the keys of a batch that is published everywhere. Nobody waits for a reply."""

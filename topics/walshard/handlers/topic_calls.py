@@ -14,9 +14,9 @@ from topics.core.errors import TopicsError, storage_unavailable
 from topics.log import get_logger
 from topics.shm.asks import Deleted
 from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
-from topics.storage.frame import Bytes, FrameType
+from topics.storage.frame import FrameType
 from topics.storage.topic_frames import control_frame, create_frame
-from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps
+from topics.walshard.commit.draft import CommitFirst, ControlBodies, Draft, LogWrite, Steps, control_write
 from topics.walshard.commit.logs import Logs
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.relogging import RelogTurn, plan_turn
@@ -75,8 +75,9 @@ class TopicCalls:
                 why = f"{what} topic {call.name!r} cannot be logged now, so its configuration stays as it was"
                 raise storage_unavailable(f"{why}; see the service's log")
         now_ms = self._time.now.wall_ms
-        body = encode_body(ConfigFrameBody(config))
-        update = control_frame(FrameType.CONFIG_UPDATE, topic.id, now_ms, body)
+        bodies: ControlBodies = [(FrameType.CONFIG_UPDATE, encode_body(ConfigFrameBody(config)))]
+        if topic.queue is not None and config.leases_durable and not topic.config.leases_durable:
+            bodies += [(FrameType.LEASE, encode_body(body)) for body in topic.queue.state().leases]
         relogged: RelogTurn | None = None
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
             relogged = self._relogged(hosted, call, now_ms)
@@ -90,15 +91,11 @@ class TopicCalls:
                 )
                 return reply
         descriptor = hosted.prepare_config(config)
-        buffers: list[Bytes] = [update] if relogged is None else [*relogged.buffers, update]
-        write = LogWrite(
-            buffers,
-            partial(hosted.configured, config, descriptor),
-            place=None if relogged is None else relogged.place,
-            sync=True,
-            undo=partial(hosted.release, descriptor),
-            takes_room=relogged is not None,
-        )
+        configured, undo = partial(hosted.configured, config, descriptor), partial(hosted.release, descriptor)
+        write = control_write(topic, now_ms, bodies, configured, undo, sync=True)
+        if relogged is not None:
+            write.buffers[:0] = relogged.buffers
+            write.place, write.takes_room = relogged.place, True
         yield Draft([write], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
         return reply
 
