@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,11 +14,15 @@ from tests.archive.services import COMMAND, run
 from tests.archive.test_borrowing import FS, ship
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.archive.inspection import prune
-from topics.archive.restoring import WantedMoment, plan
+from topics.archive.inspection import check, prune
+from topics.archive.restoring import Restore, WantedMoment, plan
+from topics.archive.shipping import Shipper
 from topics.shm.topic_messages import DeleteRecords
+from topics.storage import service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, FileRef, base_name, open_archive, piece_name
 from topics.storage.borrowed import read_borrowed
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.origin import Origin, RunningEnds
 
 
 class Based:
@@ -64,6 +70,19 @@ class Based:
             return dict(Compaction(rig).read("t")), done.stderr
         finally:
             rig.close()
+
+
+class BadSectors(OsFileSystem):
+    """A disk that cannot read some files, and is all right otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad: set[str] = set()
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}") in self.bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pread(fd, length, offset)
 
 
 @pytest.fixture
@@ -147,3 +166,77 @@ def test_what_a_restore_had_made_from_a_damaged_base_is_gone(based: Based) -> No
     assert f"base={based.second}" in told
     assert list(based.archive.loans(1)) == [based.second]
     assert not (based.root / "restored.restoring").exists()
+
+
+@pytest.mark.parametrize("kind", [".idx", "base"])
+def test_an_object_in_a_bad_place_of_the_disk_is_a_damaged_one(based: Based, kind: str) -> None:
+    """Each command that met it said that the store does not answer: try again. An older base was whole."""
+    disk = BadSectors()
+    archive = Archive(open_archive(disk, str(based.place)))
+    name = based.own_index(based.last) if kind == ".idx" else base_name(1, based.last)
+    disk.bad.add(path := archive.store.place(name))
+    if kind == ".idx":
+        with pytest.raises(ArchiveDamagedError, match="its disk cannot read it"):
+            Restore(archive, plan(archive, WantedMoment()), FS, str(based.root / "other"), lambda *_: None).run(
+                based.clock
+            )
+    found = plan(archive, WantedMoment())
+    assert found.base.number == based.second
+    assert f"{path}: its disk cannot read it" in str(found.damage)
+    assert [path in problem for problem in check(archive, lambda *_: None)] == [True]
+
+
+def shipper_of(rig: Rig, archive: Archive) -> Shipper:
+    data_dir = rig.settings.data_dir
+    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.moment_ends))
+    shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
+    shipper.begin()
+    return shipper
+
+
+@pytest.mark.parametrize("starts_again", [False, True])
+def test_behind_a_base_in_a_bad_place_of_the_disk_another_one_is_made(based: Based, starts_again: bool) -> None:
+    """There was none: the disk's error counted as one of the whole archive, into which nothing was shipped any more
+    after a start.
+    """
+    disk, rig = BadSectors(), Rig(str(based.root / "data"), segment_max_events="4")
+    archive = Archive(open_archive(disk, str(based.place)))
+    shipper = shipper_of(rig, archive)
+    assert shipper.is_based
+    based.place.rename(away := based.root / "away")
+    with pytest.raises(OSError, match="is missing"):
+        shipper.look_at_base()
+    assert shipper.is_based, "a store that is away is not damaged"
+    assert not shipper.lacks_base
+    away.rename(based.place)
+    disk.bad.add(archive.store.place(base_name(1, based.last)))
+    if starts_again:
+        shipper = shipper_of(rig, archive)
+    else:
+        shipper.look_at_base()
+    assert shipper.lacks_base
+    shipper.base()
+    assert not shipper.lacks_base
+    newest = archive.bases(1)[-1]
+    assert newest > based.last
+    assert plan(archive, WantedMoment()).base.number == newest
+    rig.shard.close()
+    rig.close()
+
+
+def test_files_in_a_bad_place_of_the_disk_are_put_beside(tmp_path: Path) -> None:
+    """No base could be made any more, since each try met what one before, that was killed, had put there."""
+    disk, rig = BadSectors(), Rig(str(tmp_path), segment_max_events="4")
+    archive = Archive(open_archive(disk, str(tmp_path / "archive")))
+    rig.append("t", *(b"%d" % number for number in range(10)), tag=b"t")
+    Compaction(rig).cut()
+    rig.append("t", b"behind the snapshot")
+    shipper = shipper_of(rig, archive)
+    shipper.begin_base().copy()
+    disk.bad |= (bad := {archive.store.place(name) for name in archive.store.list("g00000001.files/")})
+    assert bad
+    shipper.base()
+    found = plan(archive, WantedMoment())
+    assert all(archive.file(ref) for ref in found.base.files)
+    rig.shard.close()
+    rig.close()

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import seed, settings
@@ -18,7 +19,7 @@ from structlog.testing import capture_logs
 
 from tests.archive.archiving import HARMS, SHARDS, STEPS, Archiving, compare, harmed, small_world
 from tests.archive.follower_rig import FollowerRig
-from tests.archive.leading import KilledError, Leader, Small, shown
+from tests.archive.leading import KilledError, Leader, Small, copied, shown
 from tests.archive.simulated import FIRST_OBJECT, SimulatedBucket
 from tests.cases import case
 from tests.storage.faults import Crash, Fault
@@ -285,6 +286,24 @@ def test_a_clock_that_was_put_forward_prunes_nothing(service: Archiving, dies: b
     clock.skew_ms = 0
 
 
+def test_a_clock_that_was_far_ahead_keeps_no_base_back(service: Archiving) -> None:
+    """The newest base bore the later time, so none was made for its age until real time got there."""
+    clock = service.leader.rig.clock
+    clock.skew_ms = 365 * archiver.BASE_MS
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    clock.skew_ms = 0
+    [first] = service.archive.bases(1)
+    for days in range(1, 4):
+        clock.ms += archiver.BASE_MS
+        service.append("a", 1, "disk")
+        for _ in range(3):
+            service.ship(0)
+        assert len(service.archive.bases(1)) == 1 + days, "one a day"
+    assert service.archive.bases(1)[0] == first
+
+
 def test_an_archive_whose_disk_is_full_is_pruned(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was pruned behind a moment that was shipped, of which there was none any more."""
     service.world.keep_ms = archiver.BASE_MS
@@ -515,6 +534,49 @@ def test_a_follower_keeps_what_it_has_if_the_base_behind_a_hole_is_damaged(servi
         plan(service.archive, WantedMoment())
     service.bucket.objects[name] = whole
     for _ in range(6):
+        service.follow([])
+    assert rig.shown == max(service.moments)
+
+
+def test_a_follower_behind_a_hole_remembers_which_indexes_are_damaged(service: Archiving) -> None:
+    """It read all files of all bases again at each look. What is put back it takes at the next one."""
+    rig = stay_behind_a_hole(service, bases=4)
+    first, bucket = rig.shown, rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    base = service.archive.base(1, service.archive.bases(1)[-1])[0]
+    *_, name = [ref.name for ref in base.files if ref.path.endswith(".idx")]
+    whole = service.bucket.objects[name]
+    damage(service, name)
+    read: list[str] = []
+    read_range = bucket.read_range
+
+    def noted(name: str, offset: int, length: int) -> bytes:
+        read.append(name)
+        return read_range(name, offset, length)
+
+    with patch.object(bucket, "read_range", noted):
+        for looks in range(4):
+            read.clear()
+            for _ in range(2):  # as often as it looks for a base
+                service.follow([])
+            files = [other for other in read if other.endswith(".idx")]
+            assert (len(set(files)) > 1) if not looks else set(files) == {name}, looks
+    assert rig.shown == first
+    service.bucket.objects[name] = whole
+    for _ in range(6):
+        service.follow([])
+    assert rig.shown == max(service.moments)
+
+
+def test_the_first_step_of_a_follower_looks_once(service: Archiving) -> None:
+    """It looked twice: once before it asked the leader, and once behind that."""
+    rig = followed(service)
+    rig.restart_service()
+    with patch.object(rig.replica, "step", wraps=rig.replica.step) as looks:
+        service.follow([])
+        assert looks.call_count == 1
+        service.append("a", 1, "disk")
+        service.ship(0)
         service.follow([])
     assert rig.shown == max(service.moments)
 
@@ -1151,6 +1213,51 @@ def _promote(rig: FollowerRig) -> None:
             break
         rig.advance()
     rig.end_promotion()
+
+
+@pytest.mark.parametrize(("is_last", "tells"), [(True, False), (False, False), (True, True)])
+def test_a_takeover_that_meets_a_damaged_piece_ends_before_it_if_it_may(
+    service: Archiving, is_last: bool, tells: bool
+) -> None:
+    """It waited for ever, and nobody was told of a way out."""
+    followed(service)
+    rig = service.follower
+    assert rig is not None
+    expected = copied(service.leader.live)
+    service.leader.bucket.sent = lambda _name: lambda: None  # the model does not know what is given up
+    service.followers[0] = None
+    for _ in range(1 if is_last else 3):
+        service.append("a", 1, "disk")
+        service.leader.archivers[0].step()
+    if tells:
+        service.leader.answers = True
+        rig.advance()
+        expected = copied(service.leader.live)
+    first = rig.replica.laid_piece + 1
+    name = piece_name(1, first)
+    assert service.archive.has_piece(1, first + 1) != is_last
+    whole = service.bucket.objects[name]
+    damage(service, name)
+    rig.follower.promote.set()
+    with capture_logs() as logs:
+        for _ in range(4):
+            rig.advance()
+    assert not rig.leads
+    told = [line for line in logs if "cannot take over" in line["event"]]
+    assert len(told) == 1, "it is told once"
+    assert name in told[0]["reason"]
+    assert "--accept-data-loss" in told[0]["event"]
+    rig.settings = replace(rig.settings, accept_data_loss=True)
+    rig.follower_dies()
+    _promote(rig)
+    promoted = Small(rig.settings.data_dir, SHARDS, service.world.clock)
+    compare(promoted, expected)
+    promoted.close()
+    service.append("a", 1, "disk")
+    for _ in range(2):
+        service.leader.archivers[0].step()
+    assert service.leader.rig.shared.control.is_taken_over
+    service.bucket.objects[name] = whole
 
 
 def test_a_promoted_service_is_followed_and_taken_over_in_turn(service: Archiving) -> None:

@@ -92,6 +92,8 @@ class Archiver:
         self._failures = 0
         self._underway: _BaseUnderway | None = None
         self._base_not_before_ms = self._prune_not_before_ms = 0
+        self._based_ms = clock.monotonic_ms()
+        """Monotonic time of the last base, or of the start: a base's own time is wrong if the clock was ahead then."""
         self._shipped_ms = 0
         """Monotonic time of the last piece."""
         self._counted = Shipped(0, 0, 0, 0)
@@ -233,7 +235,7 @@ class Archiver:
         self._cell.add("bases")
         self._cell.set("base_ms", shipped.taken_ms)
         self._note(shipper, shipped)
-        self._bytes_behind_base = 0
+        self._bytes_behind_base, self._based_ms = 0, self._clock.monotonic_ms()
 
     def _is_base_due(self, shipper: Shipper) -> bool:
         if self._clock.monotonic_ms() < self._base_not_before_ms:
@@ -242,7 +244,8 @@ class Archiver:
         if base is None or shipper.lacks_base:
             return True
         pieces = self._counted.piece - base.number
-        is_old = pieces > 0 and self._clock.now_ms() - base.taken_ms >= BASE_MS
+        age_ms = max(self._clock.now_ms() - base.taken_ms, self._clock.monotonic_ms() - self._based_ms)
+        is_old = pieces > 0 and age_ms >= BASE_MS
         return is_old or self._bytes_behind_base >= BASE_BYTES or pieces >= BASE_PIECES
 
     def _give_up_base(self) -> None:

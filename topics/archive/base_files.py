@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from threading import Event
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from topics.storage.archive_objects import ArchiveStore, FileRef, LogStart, file_name, read_whole
+from topics.storage.archive_objects import ArchiveDamagedError, ArchiveStore, FileRef, LogStart, file_name, read_whole
 from topics.storage.origin import ListedSegment, Origin, OriginGoneError, SegmentFile, listed_segments
 from topics.storage.segment import index_digest
 from topics.storage.snapshot import Snapshot, load_snapshot
@@ -114,6 +115,7 @@ class BaseFiles:
         # A base may have an object of the first name already, read when other records were marked as deleted.
         for name in (f"{stem}{own}", other_name):
             is_new = self._store.create(name, content)
-            if read_whole(self._store, name) == content:
-                return FileRef(file.path, name, len(content), digest), len(content) if is_new else 0
+            with suppress(ArchiveDamagedError):
+                if read_whole(self._store, name) == content:
+                    return FileRef(file.path, name, len(content), digest), len(content) if is_new else 0
         raise OSError(errno.EIO, "gives other bytes than were put there", self._store.place(other_name))

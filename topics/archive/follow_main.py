@@ -40,6 +40,10 @@ TOLD_S: Final = 0.025
 log = get_logger()
 
 _FOLLOWING: Final = "the archive cannot be followed now"
+_PROMOTING: Final = (
+    "this service cannot take over: put the object back from a copy; or start with --accept-data-loss, to give up what"
+    " came from there on"
+)
 _FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
 
@@ -95,8 +99,9 @@ class Follower:
         cell, replica, now_ms = self._cell, self._replica, self._clock.now_ms()
         replica.looked_ms = min(replica.looked_ms, now_ms)  # the clock may have been put back
         cell.set("moment_ms", min(cell.get("moment_ms"), now_ms))
+        is_first = not self._has_begun
         try:
-            if not self._has_begun:
+            if is_first:
                 note = read_note(self._fs, self._settings.data_dir)
                 assert note is not None
                 if self._replica.begin(note):
@@ -114,7 +119,8 @@ class Follower:
                 self._show()  # what is here is served while the archive cannot be read
                 self._look()  # first: the leader is asked for what is behind all bytes of the archive
             has_news = self._listen()
-            has_news |= self._skim() if self._tells else self._look()
+            if not is_first:
+                has_news |= self._skim() if self._tells else self._look()
             self._show()
             is_gone = self._is_leader_gone(has_news)  # asked before the rest, which may take longer than a sign may
             self._fetch()
@@ -123,7 +129,7 @@ class Follower:
                 with self._uncounted():
                     self._tend_base()
             if is_gone or self.promote.is_set() or self._replica.note.fence_id:
-                promote(self._replica, self._clock, socket.gethostname())
+                promote(self._replica, self._clock, socket.gethostname(), self._settings.accept_data_loss)
                 log.info("this service leads from now on; it starts again", url=self._replica.note.url)
                 self.exit_code = EXIT_AGAIN
         except BeginAnewError as error:
@@ -134,7 +140,8 @@ class Follower:
             log.error("cannot follow", reason=str(error))
             self.exit_code = EXIT_REFUSED
         except _FAILURES as error:
-            self._fail(_FOLLOWING, error)
+            is_stuck = isinstance(error, ArchiveDamagedError) and self._replica.note.fence_id
+            self._fail(_PROMOTING if is_stuck else _FOLLOWING, error)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             return pause_ms / 1000
@@ -206,6 +213,8 @@ class Follower:
                 if self.promote.is_set():
                     begin_promotion(self._replica)
                 self._tend_base()
+                if self._replica.note.fence_id and self._settings.accept_data_loss:
+                    return False  # the promotion goes on without it
             raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")

@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 from topics.archive.borrowing import Homecoming
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, fetched_ahead
 from topics.archive.ownership import followed_generation
-from topics.archive.restoring import Plan, WantedMoment, plan
+from topics.archive.restoring import WantedMoment, plan
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -116,6 +116,11 @@ class Replica:
             return False
         self._copy_base()
         return True
+
+    @property
+    def is_damaged(self) -> bool:
+        """True if the next piece, or one whose files it needs, is damaged, and not by chance."""
+        return self._damaged_looks > 1
 
     @property
     def ends(self) -> list[WalPosition]:
@@ -324,7 +329,8 @@ class Replica:
     def _copy_base(self) -> None:
         """Copy the newest base that is whole, and all moments behind it, in place of what an earlier try has copied."""
         self._newest_generation()  # raises if there is none
-        found = self._plan()
+        self.archive.look_again()
+        found = plan(self.archive, WantedMoment())
         found.warn()
         generation, base, snapshot = found.generation, found.base, found.snapshot
         if generation.shards != self._shards:
@@ -380,7 +386,7 @@ class Replica:
             raise self.anew(f"the archive goes on with generation {newest}, this is {self.note.generation}")
         number = self.archive.bases(newest)[-1]
         if number > self.note.piece:
-            is_damaged = self._damaged_looks > 1 and number > self.laid_piece
+            is_damaged = self.is_damaged and number > self.laid_piece
             if self.has_hole or is_damaged or self.archive.last_piece(newest, self.laid_piece) < number:
                 raise self.anew(f"pieces between {self.laid_piece} and base {number} are missing or damaged")
             if number != self.laid_piece:
@@ -412,8 +418,9 @@ class Replica:
         """Return the error to raise. Raise ArchiveDamagedError if the archive's last moment cannot be copied: what is
         here is better than nothing.
         """
+        self.archive.look_again()
         while True:
-            found = self._plan()
+            found = plan(self.archive, WantedMoment())
             number, base = found.generation.number, found.base
             paths = {ref.path for ref in base.files}
             # All older bases need these pieces, too. They come first: files are much more.
@@ -424,13 +431,6 @@ class Replica:
             with suppress(ArchiveDamagedError):  # the next plan takes another base, or raises
                 deque(fetched_ahead(self.archive.file, copied), 0)
                 return BeginAnewError(reason)
-
-    def _plan(self) -> Plan:
-        try:
-            return plan(self.archive, WantedMoment())
-        except ArchiveDamagedError:
-            self.archive.damaged.clear()  # somebody may put the objects back
-            raise
 
     def _note_base(self, base: Base) -> None:
         self._files = _names(base)

@@ -162,6 +162,7 @@ class Shipper:
             try:
                 self._archive.base(generation.number, base.number)
             except ArchiveDamagedError as damage:
+                self._archive.has_generation(generation.number)  # raises OSError if the store is away
                 self._damaged = base
                 log.error(_BASE_DAMAGED, reason=str(damage))
 

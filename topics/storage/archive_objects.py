@@ -7,10 +7,12 @@ the second one finds the number of its piece taken.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from struct import Struct
 from typing import Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -244,13 +246,22 @@ class PieceDraft:
 
 
 def read_whole(store: ArchiveStore, name: str) -> bytes:
-    """Read an object. Raise ArchiveDamagedError if it is missing or cut short, OSError if the store fails."""
+    """Read an object. Raise ArchiveDamagedError if it is missing, cut short, or in a bad place of its disk, OSError if
+    the store fails.
+    """
+    size = None
     try:
-        return store.read_range(name, 0, store.len(name))
+        size = store.len(name)
+        return store.read_range(name, 0, size)
     except FileNotFoundError:
         raise ArchiveDamagedError(f"{store.place(name)}: is missing") from None
     except EOFError as error:
         raise ArchiveDamagedError(str(error)) from error
+    except OSError as error:
+        # A bucket gives EIO for whatever fails. A folder that gave the size is there: the file itself is bad.
+        if error.errno != errno.EIO or size is None or not isinstance(store, LocalStore):
+            raise
+        raise ArchiveDamagedError(f"{store.place(name)}: its disk cannot read it ({error.strerror})") from error
 
 
 def joined(end: WalPosition, part: LogPart) -> WalPosition | None:
@@ -285,8 +296,8 @@ class Archive:
 
     def __init__(self, store: ArchiveStore) -> None:
         self.store = store
-        self.damaged: dict[str, ArchiveDamagedError] = {}
-        """Damage that a copy has met, by the names of bases and of files. Another copy needs another base."""
+        self.damaged: dict[str | FileRef, ArchiveDamagedError] = {}
+        """Damage that a copy has met, by names of bases, and files. Another copy needs another base."""
 
     def generations(self) -> list[int]:
         """Return the numbers of all generations, ascending."""
@@ -352,14 +363,23 @@ class Archive:
                 place = self.store.place(ref.name)
                 raise ArchiveDamagedError(f"{place}: is not what was shipped, its checksum differs")
         except ArchiveDamagedError as damage:
-            self.damaged[ref.name] = damage
+            self.damaged[ref] = damage
             raise
         return content
 
+    def look_again(self) -> None:
+        """Forget which files are damaged, but for those that still are: somebody may put them back. Raise OSError."""
+        for ref in list(self.damaged):
+            if isinstance(ref, FileRef):
+                del self.damaged[ref]
+                with suppress(ArchiveDamagedError):
+                    self.file(ref)
+
     def require_undamaged(self, generation: int, base: Base) -> None:
         """Raise ArchiveDamagedError if a copy of this base, or of one of its files, has met damage."""
-        for name in (base_name(generation, base.number), *(ref.name for ref in base.files)):
-            if damage := self.damaged.get(name):
+        its: list[str | FileRef] = [base_name(generation, base.number), *base.files]
+        for known in its:
+            if damage := self.damaged.get(known):
                 raise damage
 
     def _header(self, name: str, kind: type[_Header]) -> tuple[_Header, memoryview]:
