@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
 
 from tests.contract.asking import diff, envelope, ok, put, records_of, refused, state, write
 from tests.contract.socket_client import Socket
@@ -451,6 +452,16 @@ def test_the_upgrade_needs_a_valid_key(guarded: Service, key: str | None) -> Non
     assert failed.value.response.headers["www-authenticate"] == "Bearer"
 
 
+def test_two_different_keys_are_refused(guarded: Service) -> None:
+    twice = [("Authorization", "Bearer root"), ("Authorization", "Bearer nobody")]
+    with (
+        pytest.raises(InvalidStatus) as failed,
+        connect(f"ws://127.0.0.1:{guarded.port}/v0/ws", additional_headers=twice),
+    ):
+        pass
+    refusal(failed.value, 400, "invalid_request")
+
+
 RECORDS = [{"data": 1}]
 COMMANDS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("ping", {}, {"root", "reader", "writer", "both", "admin"}),
@@ -494,7 +505,7 @@ def test_a_key_that_is_taken_away_ends_its_sockets(tmp_path_factory: pytest.Temp
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1008
             error = narrows.next("error")
-            assert (error["code"], error["detail"]["topic"]) == ("forbidden", "a.t")
+            assert (error["request_id"], error["code"], error["detail"]) == (None, "forbidden", {"topic": "a.t"})
             write(service.client, "a.t", 2)
             write(service.client, "b.t", 2)
             assert narrows.next("record")["topic"] == "b.t"
