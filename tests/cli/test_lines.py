@@ -51,7 +51,9 @@ def test_lines_of_several_topics_begin_with_theirs() -> None:
         (b"1 2", "is not JSON"),
         (b"1,2", "is not JSON"),
         (b"[1", "is not JSON"),
-        (b"NaN", "is not JSON"),
+        (b"NaN", "is not JSON: invalid character at byte 0: NaN"),
+        (b'"\\ud800"', "is not accepted: an unpaired surrogate escape (\\ud800) at byte 1, which"),
+        (b"[" * 5_000 + b"]" * 5_000, "is not accepted: its JSON is nested too deeply"),
         (b'"\xff"', "is not UTF-8 (byte 1)"),
     ],
 )

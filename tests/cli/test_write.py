@@ -45,8 +45,8 @@ def test_batches_and_what_is_written_before_a_bad_line(shell: Shell, topics: Cli
     assert values(done.stdout) == [{"first_seq": 1, "last_seq": 7, "count": 7}]
     first, second = done.stderr.splitlines()
     assert first == "topics write: lines 1 to 7 are written"
-    assert second.startswith("topics write: line 8: is not JSON (")
-    assert second.endswith("): {no")
+    assert second.startswith("topics write: line 8: is not JSON: ")
+    assert second.endswith(" at byte 1: {no")
     assert data_of(topics, topic) == [b"%d" % number for number in range(1, 8)]
 
 

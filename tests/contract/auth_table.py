@@ -66,7 +66,7 @@ ROUTES = [
 """A key that lacks what it needs gets 403, nobody's key 401."""
 
 STREAM = _row("GET", "/v0/watch/{wid}", "read")
-"""Its own key only: any other gets 401, an unknown wid 404."""
+"""Its own key only: any other gets 401. An unknown wid is 404 for any key, and 401 without one."""
 
 WORK = _row("GET", "/v0/topics/{topic}/work", "read", "write")
 """Takes its key as `?token=`, too."""

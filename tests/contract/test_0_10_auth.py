@@ -213,12 +213,19 @@ def test_the_scheme_is_any_case_and_may_be_followed_by_more_blanks(root: httpx.C
             remake(root, row)
 
 
-def test_two_headers_are_none(nobody: httpx.Client) -> None:
+def test_two_different_keys_are_a_400(nobody: httpx.Client) -> None:
+    """They were no key, `401`, though api §0.1 says of every header with one value what two of them are."""
     for row in ROUTES:
         with case(row.method, row.path):
             twice = [("Authorization", f"Bearer {ROOT.text(MARKER)}"), ("Authorization", f"Bearer {MARKER}")]
             for headers in (twice, twice[::-1]):
-                challenged(nobody.request(row.method, path_of(row, TOPIC), json=row.json, headers=headers))
+                answer = nobody.request(row.method, path_of(row, TOPIC), json=row.json, headers=headers)
+                assert refused(answer, 400, "invalid_request")["detail"]["field"] == "Authorization"
+
+
+def test_the_same_key_twice_is_one(nobody: httpx.Client) -> None:
+    twice = [("Authorization", f"Bearer {ROOT.text(MARKER)}")] * 2
+    assert ok(nobody.get("/v0/key", headers=twice))["keys"] is True
 
 
 def test_a_token_in_the_query_is_no_key(nobody: httpx.Client) -> None:
@@ -366,13 +373,15 @@ def test_a_session_belongs_to_the_key_that_made_it(guarded: Service, root: httpx
         stream.until_caught_up(1)
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"Authorization": "Bearer wrong"}, header(ROOT)], ids=["none", "wrong", "valid"]
-)
 @pytest.mark.parametrize("wid", ["wid_AAAAAAAAAAAAAAAAAAAAAA", "wid_", "x"])
-def test_an_unknown_wid_is_404_for_anyone(nobody: httpx.Client, wid: str, headers: dict[str, str]) -> None:
-    for query in ("", "?token=wrong"):
-        refused(nobody.get(f"/v0/watch/{wid}{query}", headers=headers), 404, "not_found")
+def test_an_unknown_wid_is_404_for_any_key_and_401_without_one(nobody: httpx.Client, wid: str) -> None:
+    """Anybody could ask without a key which sessions there are."""
+    path = f"/v0/watch/{wid}"
+    refused(nobody.get(path, headers=header(ROOT)), 404, "not_found")
+    refused(nobody.get(path, params={"token": ROOT.text(MARKER)}), 404, "not_found")
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Accept": "application/json"}):
+        for query in ("", "?token=wrong"):
+            challenged(nobody.get(path + query, headers=headers))
 
 
 def test_who_only_knows_the_wid_does_not_disturb_it(guarded: Service, root: httpx.Client) -> None:

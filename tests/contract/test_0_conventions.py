@@ -363,6 +363,20 @@ def test_a_body_declared_above_the_limit_is_413_before_it_is_sent(service: Servi
     missing(service.client, topic)
 
 
+@pytest.mark.parametrize("sent", [b"", b"x"])
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"])
+def test_a_command_declared_above_its_own_limit_is_413_at_once(
+    service: Service, topic: str, sent: bytes, expect: str
+) -> None:
+    """Only 2 MiB that had arrived were refused, though the head had said what would come."""
+    head = f"POST /v0/topics/{topic}/diff HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{expect}"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
+        raw.sendall(f"{head}Content-Length: {COMMAND_BYTES_MAX + 1}\r\n\r\n".encode() + sent)
+        answer = raw.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 413"), answer
+    assert b'"max_body_bytes":%d' % COMMAND_BYTES_MAX in answer.replace(b" ", b"")
+
+
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Service]:
     """A service with a body limit that a test can cross in full."""
@@ -433,6 +447,7 @@ def test_a_header_with_two_values_is_refused(service: Service, topic: str, is_h2
             ("Idempotency-Key", "a", "b"),
             ("Content-Type", "application/json", "text/plain"),
             ("Last-Event-Id", "a", "b"),
+            ("Authorization", "Bearer a", "Bearer b"),
         ):
             with case(name):
                 headers = [(name, one), (name, other), *JSON.items()][: 2 if name == "Content-Type" else 3]

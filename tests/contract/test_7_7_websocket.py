@@ -494,7 +494,7 @@ def test_a_key_that_is_taken_away_ends_its_sockets(tmp_path_factory: pytest.Temp
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1008
             error = narrows.next("error")
-            assert (error["code"], error["detail"]["topic"]) == ("forbidden", "a.t")
+            assert (error["request_id"], error["code"], error["detail"]) == (None, "forbidden", {"topic": "a.t"})
             write(service.client, "a.t", 2)
             write(service.client, "b.t", 2)
             assert narrows.next("record")["topic"] == "b.t"

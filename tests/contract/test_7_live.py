@@ -39,6 +39,17 @@ def test_resume_without_an_id_goes_on_at_the_sessions_position(service: Service,
         assert [record["$seq"] for record in stream.event("record").json["records"]] == [4]
 
 
+def test_a_client_that_had_no_whole_frame_makes_its_first_id(service: Service, topic: str) -> None:
+    write(service.client, topic, *range(5))
+    session = watch(service.client, {topic: {"from_seq": 2}})
+    with Stream(service.url, session["wid"]) as stream:
+        stream.event("record")
+    until_streams_are_over(service)
+    starts = {name: one["from_seq"] for name, one in session["topics"].items()}
+    with Stream(service.url, session["wid"], {"Last-Event-ID": position_id(starts)}) as stream:
+        assert [record["$seq"] for record in stream.event("record").json["records"]] == [3, 4, 5]
+
+
 def test_an_id_ahead_is_ignored(service: Service, topic: str) -> None:
     write(service.client, topic, *range(3))
     wid = watch(service.client, {topic: {}})["wid"]

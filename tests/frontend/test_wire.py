@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import case
-from topics.api.requests import AppendBody, DiffBody, RecordBody
+from topics.api.requests import AppendBody, DiffBody, RecordBody, WatchBody
 from topics.core.errors import TopicsError
 from topics.frontend.entry import wire
+from topics.frontend.live.websocket_commands import decode as decode_command
 from topics.frontend.routes.append import ATTRIBUTED_INLINE_MAX, is_long
 
 
@@ -59,6 +60,25 @@ def test_what_is_not_json_is_refused_with_its_position(data: bytes, position: in
     if position is not None:
         assert error.detail == {"position": position}
         assert f"at byte {position}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "reason"),
+    [
+        (b'{"topics": {"a": {}, "b": null}}', "topics.b", "Expected `object`, got `null` - at `$.topics.b`"),
+        (b'{"topics": {"a": {}, "b": {"tail": 1}, "c": 1}}', "topics.b.tail", "`$.topics.b.tail`"),
+        (b'{"topics": {"a": 1, "a": {}}}', "topics.…", "`$.topics.…`"),
+        (b'{"topics": {"a": 1}, "topics": 2}', "topics.…", "`$.topics.…`"),
+        (b'{"topics": 2}', "topics", "`$.topics`"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_named_by_its_topic(text: bytes, field: str, reason: str) -> None:
+    """The field was `topics[...]`, whichever of 256 topics was meant."""
+    for decode in (lambda: wire.decode_as(WatchBody, text), lambda: decode_command(b'{"op":"subscribe",' + text[1:])):
+        with pytest.raises(TopicsError) as refused:
+            decode()
+        assert refused.value.detail == {"field": field}
+        assert reason in refused.value.message
 
 
 @pytest.mark.parametrize("lone", [b"\\ud800", b"\\uDBFF", b"\\udc00", b"\\uDFFF"])

@@ -186,9 +186,20 @@ def test_texts_are_checked_as_the_service_checks_them(service: Service, topics: 
     topics.append(topic, [NewRecord(msgspec.Raw(text.encode()))])
 
 
-@pytest.mark.parametrize("text", ["", "1 2", "NaN", '{"x": 1},{"x": 2}', "[" * 5_000 + "]" * 5_000])
-def test_a_text_that_is_not_json_is_shown(text: str) -> None:
-    with pytest.raises(TopicsSparkError, match="a row's data is not JSON: "):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is not JSON: "),
+        ("1 2", "is not JSON: "),
+        ("NaN", "is not JSON: "),
+        ('{"x": 1},{"x": 2}', "is not JSON: "),
+        ("[" * 5_000 + "]" * 5_000, "is not accepted: its JSON is nested too deeply"),
+        ('"\\ud800"', "is not accepted: an unpaired surrogate escape"),
+    ],
+)
+def test_a_text_that_is_not_json_is_shown(text: str, reason: str) -> None:
+    """Half a surrogate pair was called "Input data was truncated"."""
+    with pytest.raises(TopicsSparkError, match=f"a row's data {reason}"):
         check_json([NewRecord(msgspec.Raw(text.encode()))])
 
 

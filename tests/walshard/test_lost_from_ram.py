@@ -334,3 +334,20 @@ def test_a_gap_of_lost_records_is_not_later_than_the_records_behind_it(rig: Rig)
     times = list(rig.hosted("e").ring.entries(1, topic.head_seq)[1::ENTRY_WORDS])
     assert times == sorted(times)
     assert len(set(times)) == 3
+
+
+def test_one_seq_of_a_full_dest_stands_for_all_that_its_source_lost(compaction: Compaction) -> None:
+    """api §3.3: after a restart nobody knows how many records an ephemeral source had, so the gap is no estimate."""
+    rig = compaction.rig
+    put(rig, "s", EPHEMERAL)
+    put(rig, "d", TopicConfig(cap_records=2, discard="reject"))
+    route(rig, "r", "s", "d")
+    rig.append("s", *[b"%d" % at for at in range(50)])
+    rig.run()
+    assert rig.view("d").head_seq == 2
+    restart(compaction)
+    assert floors(rig, "s")[0] > 50
+    put(rig, "d", TopicConfig(cap_records=9, discard="reject"))
+    rig.append("s", b"new")
+    rig.run()
+    assert [seq for seq, _ in compaction.read("d")] == [1, 2, 4]

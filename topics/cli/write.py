@@ -11,6 +11,7 @@ import msgspec
 from topics.cli import shared
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
 from topics.client import ApiError, Client, ClientError, NewRecord, calls
+from topics.core.json_text import why_refused
 from topics.progress import progress, stdin_bytes
 from topicsd import OutputError
 
@@ -181,7 +182,7 @@ def parse(
         except msgspec.ValidationError as error:
             return records, BadLineError(number, text, f'is not a record like {{"data": …, "tag": …}} ({error})')
         except (msgspec.DecodeError, RecursionError) as error:
-            return records, BadLineError(number, text, f"is not JSON ({error})")
+            return records, BadLineError(number, text, why_refused(text, error))
     return records, None
 
 

@@ -23,6 +23,7 @@ from pyspark.sql.types import StructType
 
 from topics.client import Client, ClientError, NewRecord, NotFiniteError, calls
 from topics.client.calls import encode_body
+from topics.core.json_text import why_refused
 from topics.core.names import is_topic_name
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
 from topics.spark.options import OptionError, TopicsSparkError, WriteOptions
@@ -101,7 +102,7 @@ def check_json(records: list[NewRecord]) -> None:
             _check(record.data)
         except (msgspec.DecodeError, RecursionError) as error:
             text = bytes(record.data)[:100].decode(errors="replace")
-            raise TopicsSparkError(f"a row's data is not JSON: {error}: {text!r}") from None
+            raise TopicsSparkError(f"a row's data {why_refused(bytes(record.data), error)}: {text!r}") from None
 
 
 def _converter(kind: types.DataType, name: str) -> Convert:

@@ -42,12 +42,12 @@ class ClientGoneError(Exception):
     """The client closed the connection before its answer."""
 
 
-_SINGLE: Final = (b"host", b"content-length", b"content-type", b"idempotency-key", b"last-event-id")
+_SINGLE: Final = (b"host", b"content-length", b"content-type", b"idempotency-key", b"last-event-id", b"authorization")
 
 
 def check_repeated(headers: Collection[tuple[bytes, bytes]]) -> None:
-    """Raise `400` for a header that has two values and may have one: it is not known which one is meant. Two of
-    Authorization are no key, and two of Origin are another page's (`access.py`).
+    """Raise `400` for a header that has two values and may have one: it is not known which one is meant. Two of Origin
+    are another page's (`access.py`).
     """
     if len(headers) > len(dict(headers)):
         for single in _SINGLE:
@@ -60,12 +60,16 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     """Return the unpacked body, JSON by its content type, or empty (api §0.2). A long one counts until the task ends.
     Raise `payload_too_large`, `throttled`, `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
+    content_length = headers.get(b"content-length", b"")
+    length = int(content_length) if content_length.isdigit() else 0
+    if length > max_bytes:
+        raise _too_large(max_bytes)  # before any of it is asked for
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientGoneError
     body: bytes = message.get("body", b"")
     if message.get("more_body"):
-        body = await _read_rest(receive, body, headers, max_bytes)
+        body = await _read_rest(receive, body, length, max_bytes)
     elif len(body) > COUNTED_FROM_BYTES:
         await _reserve(len(body))
     if len(body) > max_bytes:
@@ -150,12 +154,12 @@ async def _reserve(size_bytes: int) -> None:
     await reserve(long_bodies if size_bytes > LONG_BYTES else medium_bodies, size_bytes)
 
 
-async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes: int) -> bytes:
+async def _read_rest(receive: Receive, first: bytes, length: int, max_bytes: int) -> bytes:
+    """Return the whole body. Its `length`, if it is known and not 0, is reserved at once: a body that was let in does
+    not wait again.
+    """
     chunks = [first]
     size = len(first)
-    # A known length is reserved at once: a body that was let in does not wait again.
-    content_length = headers.get(b"content-length", b"")
-    length = min(int(content_length), max_bytes) if content_length.isdigit() else 0
     room, more = COUNTED_FROM_BYTES, True
     while True:
         while size > room:  # one message may be several steps long

@@ -10,14 +10,16 @@ import binascii
 import codecs
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeGuard, TypeVar
 
 import msgspec
 from starlette.datastructures import QueryParams
 from xxhash import xxh32_digest
 
-from topics.api.requests import U64_MAX, AppendBody, GivenConfig, Optional, RecordBody, StageBody
+from topics.api.requests import U64_MAX, AppendBody, GivenConfig, Optional, RecordBody, StageBody, StartBody
 from topics.core.errors import TopicsError, invalid
+from topics.core.json_text import why_not_json
 
 ValueT = TypeVar("ValueT")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -26,13 +28,9 @@ UTF8_STEP_BYTES: Final = 1 << 20
 CHECKED_BYTES_MAX: Final = 2 << 20
 _FIELD: Final = re.compile(r"(?:missing required field `|`\$\.?)([^`]*)`$")
 """The field at the end of an error of msgspec: one that is missing from the body itself, or the path of a value."""
-_SURROGATES: Final = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-)
-_PAIR_LEN: Final = 12
-_CUT_PAIR: Final = re.compile(rb"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
-"""A second half of a pair that the body's end cuts short."""
-_POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
+
+_SOME_TOPIC: Final = "$.topics[...]"
+"""The path in an error of msgspec that means the start of some topic (api §7)."""
 
 append_decoder: Final = msgspec.json.Decoder(AppendBody)
 stage_decoder: Final = msgspec.json.Decoder(StageBody)
@@ -40,6 +38,8 @@ config_decoder: Final = msgspec.json.Decoder(GivenConfig)
 _decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 _raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
+_start_decoder: Final = msgspec.json.Decoder(StartBody)
+_starts_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def has_job_attributes(record: RecordBody) -> bool:
@@ -89,9 +89,11 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str 
             _check_utf8(body)
         return json_decoder.decode(body)
     except msgspec.ValidationError as error:
+        message = str(error)
         if len(body) <= CHECKED_BYTES_MAX:
             decode(_raw_decoder, body)  # it may be no JSON behind the value that does not fit
-        message = str(error)
+            if _SOME_TOPIC in message:
+                message = message.replace(_SOME_TOPIC, f"$.topics.{_misfit(body)}")
         found = _FIELD.search(message)
         field = found[1] if found else member
         raise invalid(f"{what} does not fit: {message}", **({"field": field} if field else {})) from None
@@ -101,36 +103,21 @@ def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes, member: str 
         raise invalid(f"{what} is not accepted: its JSON is nested too deeply") from None
 
 
+def _misfit(body: bytes) -> str:
+    """Return the first name in `topics` of a body whose start does not fit, which msgspec's error does not name."""
+    with suppress(msgspec.ValidationError):
+        for name, start in _starts_decoder.decode(_starts_decoder.decode(body)["topics"]).items():
+            try:
+                _start_decoder.decode(start)
+            except msgspec.ValidationError:
+                return name[:300]
+    return "…"  # a key is there twice, and only its first value does not fit
+
+
 def not_json(body: bytes, reason: str) -> TopicsError:
     """Return the `400` with the byte position where `body` stops being JSON."""
-    match = _POSITION.match(reason)
-    assert match is not None
-    position = len(body) if match[2] is None else int(match[2])
-    surrogate_at = _unpaired_surrogate(body, position)
-    if surrogate_at is not None:
-        return invalid(
-            f"the body is not accepted: an unpaired surrogate escape ({body[surrogate_at : surrogate_at + 6].decode()})"
-            f" at byte {surrogate_at}, which stands for no character",
-            position=surrogate_at,
-        )
-    return invalid(f"the body is not JSON: {match[1]} at byte {position}", position=position)
-
-
-def _unpaired_surrogate(body: bytes, position: int) -> int | None:
-    """Return the position of the unpaired surrogate escape behind an error at `position`; None if it has another cause.
-    The parser expects the second half after the first, and reports what stands there instead.
-    """
-    # The search starts far enough back to see a whole pair as one.
-    for found in _SURROGATES.finditer(body, max(0, position - 2 * _PAIR_LEN)):
-        at = found.start()
-        if at >= position:
-            break
-        if len(found[0]) == _PAIR_LEN or at < position - _PAIR_LEN:
-            continue
-        backslashes = at - len(body[:at].rstrip(b"\\"))
-        if backslashes % 2 == 0 and not _CUT_PAIR.fullmatch(body, found.end()):
-            return at
-    return None
+    why, position = why_not_json(body, reason)
+    return invalid(f"the body {why}", position=position)
 
 
 def _check_utf8(body: bytes) -> None:

@@ -240,11 +240,12 @@ class WatchRoutes:
         url, states = f"/v0/watch/{wid}", {name: one.state for name, one in found.items()}
         return JsonReply({"wid": wid, "stream_url": url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
 
-    # An unknown wid is 404 for any key, so the key is checked here.
+    # The key may be in the query, and an unknown wid is 404 for any key, so the key is checked here.
     @api.asgi_route("GET", "/v0/watch/{wid}", None, None, "watch")
     @api.describe("The event stream of a session", _EVENTS, "not_found", "not_acceptable", *api.LOST)
     @api.takes(api.Query("token", api.STRING, "the key, for clients that cannot send a header"))
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.access.authenticate(scope, token=True)
         headers = dict(scope["headers"])
         event_streams.check_accept(headers)
         wid = scope["path_params"]["wid"]

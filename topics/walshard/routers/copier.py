@@ -219,7 +219,8 @@ class Copier:
             self.wait(feed, Hindrance.NONE)  # the gap may grow until there is room for it
             return None
         count = 1 if is_unknown else last_source_seq - feed.source_seq
-        log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
+        records = "unknown" if is_unknown else count
+        log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=records)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)
 
     def _left_out(self, feed: Feed, copies: int) -> CopyWrite | None:
