@@ -30,6 +30,7 @@ from topics.client import (
     UnreachableError,
 )
 from topics.client.attempts import Attempts
+from topics.client.http import Event
 from topics.client.walks import Following
 
 QUICK = Retry(total_s=0.4, pause_first_s=0.01, pause_max_s=0.05)
@@ -121,7 +122,7 @@ def test_a_follower_that_loses_its_session_behind_a_tombstone_begins_at_the_next
     gap = {"topic": "t", "gap_from": 1, "gap_to": 2, "earliest_seq": 1, "head_seq": 2}
     for reason, position in (("recreated", 0), ("cap", 2)):
         following = Following({"t": 9}, "yield", {}, lambda what: Attempts(QUICK, True, what))
-        frame = ("tombstone", msgspec.json.encode(gap | {"reason": reason}), "")
+        frame = Event("tombstone", msgspec.json.encode(gap | {"reason": reason}), "")
         assert [name for name, _ in following.take(frame)] == ["t"]
         assert following.positions == {"t": position}
 
