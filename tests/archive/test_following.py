@@ -457,7 +457,7 @@ def test_the_check_says_whose_the_archive_is(tmp_path: Path) -> None:
         assert "took over from this service" in problems(leader)
         assert problems(follower) == "fine"
         place.rename(tmp_path / "away")
-        assert f"it cannot be told whose it is: {place}/: is empty, and this" in problems(leader)
+        assert f"it cannot be told whose it is: {place}/archive/: is empty, and this" in problems(leader)
         (tmp_path / "away").rename(place)
 
 
