@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -17,10 +19,11 @@ from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
 from topics.archive.backing_up import backup as make_backup
+from topics.archive.ownership import following_problem
 from topics.archive.shipping import NoMomentError, Shipped, Shipper
 from topics.cli.read import timestamp_ms
 from topics.core.clock import SystemClock
-from topics.storage.archive_objects import loan_name
+from topics.storage.archive_objects import Archive, loan_name, open_archive
 from topics.storage.borrowed import BorrowedNote, write_borrowed
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.lock import DataDirLock
@@ -70,8 +73,42 @@ def test_a_stopped_service_is_backed_up_and_restored(tmp_path: Path) -> None:
         service.stop()
         backup(service, place)
         assert json.loads(run("archive", "verify", place, "--json")) == {"problems": []}
+    problem = following_problem(Archive(open_archive(OsFileSystem(), str(place))), 2)
+    assert problem == "the service there has 1 shard: set TOPICS_WAL_SHARDS=1"
     with restored(place, tmp_path / "restored", shards=3) as other:  # another count of shards
         assert read(other.client, "orders")[0] == expected
+        cut(other)
+        # The seqs of the gap `restored` are no records.
+        assert other.status()["compactor"]["checkpointed_records"] <= len(expected)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
+def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    """A full disk was said to need write access, and another TOPICS_DATA_DIR, which a restore does not use."""
+    place, full = tmp_path / "archive", tmp_path / "full"
+    full.mkdir()
+    with Service(shards=1) as service:
+        write(service.client, "orders", *("x" * 1000 for _ in range(100)))
+        backup(service, place)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(full)], check=True)
+        try:
+            (full / "filler").write_bytes(bytes(40_000))
+            problem = run("backup", "--data-dir", service.data_dir, "--to", full / "archive", code=1)
+            assert "No space left on device; free some space there, or choose another place" in problem
+            shutil.rmtree(full / "archive")
+            problem = run("restore", place, "--data-dir", full / "restored", code=1)
+            assert "No space left on device; free some space there, or choose another place" in problem
+            with suppress(OSError):
+                (full / "filler").write_bytes(bytes(100_000))
+            problem = run("restore", place, "--data-dir", full / "restored", code=1)
+            found = f"topics restore: {full}/restored.restoring: No space left on device; free some space there"
+            assert problem == f"{found}, or choose another place\n"
+            assert [path.name for path in full.iterdir()] == ["filler"]
+            subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
+            problem = run("restore", place, "--data-dir", full / "restored", code=1)
+            assert problem.endswith("file system; mount its file system writable, or choose another place\n")
+        finally:
+            subprocess.run(["umount", str(full)], check=True)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.archive.test_archiver import archiver, shipping
 from tests.contract.asking import diff, ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import OWN_URL, Service, poll
+from topics.client import Client
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
@@ -261,6 +262,40 @@ def test_a_follower_changes_nothing(tmp_path: Path) -> None:
         assert (done.returncode, "it leads" in done.stderr) == (5, True)
 
 
+def test_a_follower_sends_no_cursor_back(tmp_path: Path) -> None:
+    """It has no records of `ephemeral` topics, and may be behind what a reader has read at the leader. It answered both
+    cursors with its own head, behind which the reader got records again.
+    """
+    place = tmp_path / "archive"
+    with leading(place, ADVERTISE_URL=OWN_URL) as leader, Service(env=following(place)) as follower:
+        there, here = leader.client, follower.client
+        put(there, "fleeting", durability="ephemeral")
+        write(there, "fleeting", *range(100))
+        write(there, "orders", 1)
+        follows(follower, leader, "orders")
+        poll("the topic", lambda: "fleeting" in _names(follower))
+        refusal = refused(here.post("/v0/topics/fleeting/diff", json={"from_seq": 100}), 503, "not_leader")
+        assert refusal["detail"]["leader"] == leader.url
+        refused(here.post("/v0/watch", json={"topics": {"fleeting": {"from_seq": 100}}}), 503, "not_leader")
+        with Socket(follower) as socket:
+            assert socket.ask("subscribe", topic="fleeting", from_seq=100)["code"] == "not_leader"
+        with Client([follower.url, leader.url], reads="any") as client:
+            assert [record.data for record in client.read("fleeting", 90)] == list(range(90, 100))
+        with Client([follower.url, leader.url], reads="any") as client, closing(client.follow({"fleeting": 98})) as new:
+            assert [next(new)[1].seq for _ in range(2)] == [99, 100]  # type: ignore[union-attr]
+
+        os.kill(pid := follower.pid_of("follower"), signal.SIGSTOP)
+        last_seq = write(there, "orders", 2, 3)["last_seq"]
+        page = diff(here, "orders", from_seq=last_seq)
+        found = [page[member] for member in ("records", "next_from_seq", "head_seq", "caught_up", "lag")]
+        assert found == [[], last_seq, 1, True, 0]
+        with Socket(follower) as socket:
+            socket.ask("subscribe", topic="orders", from_seq=last_seq)
+            os.kill(pid, signal.SIGCONT)
+            write(there, "orders", 4)
+            assert socket.records(1)[0]["data"] == 4
+
+
 def test_watchers_of_a_follower_hear_of_what_is_new(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with leading(place) as leader, Service(env=following(place)) as follower:
@@ -421,6 +456,9 @@ def test_the_check_says_whose_the_archive_is(tmp_path: Path) -> None:
         promoted(follower)
         assert "took over from this service" in problems(leader)
         assert problems(follower) == "fine"
+        place.rename(tmp_path / "away")
+        assert f"it cannot be told whose it is: {place}/archive/: is empty, and this" in problems(leader)
+        (tmp_path / "away").rename(place)
 
 
 def test_a_copy_is_not_backed_up_as_its_leader(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
                 answer = socket.ask("publish", topic="bank", records=[{"data": 1}], request_id=1)
                 assert answer["code"] == "not_leader"
             assert len(read(client, "bank")[0]) == 21, "it still reads"
-            assert "TAKEN OVER" in former.run("status").stdout
+            told = former.run("status")
+            assert ("TAKEN OVER" in told.stdout, told.returncode) == (True, 1)
+            assert former.status()["state"] == "taken over"
             assert state(new.client, "bank")["epoch"] != state(client, "bank")["epoch"]
             write(new.client, "orders", "goes on")
         former.restart()

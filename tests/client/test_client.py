@@ -29,6 +29,9 @@ from topics.client import (
     TopicGone,
     UnreachableError,
 )
+from topics.client.attempts import Attempts
+from topics.client.http import Event
+from topics.client.walks import Following
 
 QUICK = Retry(total_s=0.4, pause_first_s=0.01, pause_max_s=0.05)
 
@@ -99,9 +102,29 @@ def test_a_gap_is_an_error_or_a_value_never_nothing(topics: Client, topic: str) 
     with pytest.raises(GapError, match=r"records 1 to 2 are gone \(reason: cap\)") as gap:
         list(topics.read(topic))
     assert gap.value.tombstone.earliest_seq == 3
+    assert records(list(topics.read(topic, gap.value.tombstone.next_from_seq))) == [2, 3, 4]
     tombstone, *rest = topics.read(topic, tombstones="yield")
     assert isinstance(tombstone, Tombstone)
     assert (tombstone.gap_from, tombstone.gap_to, records(rest)) == (1, 2, [2, 3, 4])
+
+
+def test_a_topic_that_was_made_again_is_read_from_its_first_record(topics: Client, topic: str) -> None:
+    topics.append(topic, range(9))
+    topics.delete_topic(topic)
+    topics.append(topic, ["a", "b"])
+    with pytest.raises(GapError, match=r"made again .* read on from 0,") as gap:
+        list(topics.read(topic, 9))
+    assert records(list(topics.read(topic, gap.value.tombstone.next_from_seq))) == ["a", "b"]
+
+
+def test_a_follower_that_loses_its_session_behind_a_tombstone_begins_at_the_next_record() -> None:
+    """In a topic that was made again that is the first one, before the end of the gap."""
+    gap = {"topic": "t", "gap_from": 1, "gap_to": 2, "earliest_seq": 1, "head_seq": 2}
+    for reason, position in (("recreated", 0), ("cap", 2)):
+        following = Following({"t": 9}, "yield", {}, lambda what: Attempts(QUICK, True, what))
+        frame = Event("tombstone", msgspec.json.encode(gap | {"reason": reason}), "")
+        assert [name for name, _ in following.take(frame)] == ["t"]
+        assert following.positions == {"t": position}
 
 
 def test_where_gaps_are_raised_the_types_of_a_read_have_records_alone(topics: Client, topic: str) -> None:

@@ -39,3 +39,16 @@ def test_an_exception_gets_from_one_process_to_another(error: ClientError) -> No
         assert str(copied) == str(error)
         assert vars(copied) == vars(error)
         assert copied.may_be_done == error.may_be_done
+
+
+@pytest.mark.parametrize(
+    ("reason", "gap_from", "gap_to", "earliest_seq", "next_from_seq"),
+    [("cap", 1, 2, 3, 2), ("restored", 528, 131_598, 1, 131_598), ("recreated", 1, 5, 3, 2)],
+)
+def test_a_gap_error_names_the_cursor_behind_the_gap(
+    reason: str, gap_from: int, gap_to: int, earliest_seq: int, next_from_seq: int
+) -> None:
+    """A cursor before the gap would repeat what was read, and one behind its next record would miss that."""
+    gap = Tombstone(gap_from, gap_to, reason, gap_to - gap_from + 1, earliest_seq, 131_600)
+    assert gap.next_from_seq == next_from_seq
+    assert f"read on from {next_from_seq}, or pass tombstones='yield'" in str(GapError("t.disk", gap))

@@ -18,7 +18,7 @@ from topics.core.clock import SystemClock
 from topics.shm import shm_names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.storage.lock import DataDirLock
-from topics.supervisor.status import StatusReader, render
+from topics.supervisor.status import ArchiverStatus, Status, StatusReader, render
 from topics.terminal import coloured
 
 ROLES = (Role.FRONTEND, Role.WALSHARD, Role.COMPACTOR)
@@ -370,3 +370,23 @@ def test_check_as_a_command(start: Start, tmp_path: Path) -> None:
     assert answer.returncode == 1
     assert f"FAIL lock: a service holds it (process {service.process.pid})" in answer.stdout
     assert service.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("lag_ms", "moment_age_ms", "follows", "said"),
+    [
+        (828, 900, False, "828 ms behind"),
+        (0, 900, False, "up to date"),
+        (0, None, False, "up to date"),
+        (828, None, False, "no moment yet"),
+        (828, 900, True, "follows it, 828 ms behind"),
+        (0, 900, True, "follows it, up to date"),
+        (828, None, True, "follows it, not copied yet"),
+    ],
+)
+def test_the_row_of_the_archive_says_what_its_lag_is(
+    lag_ms: int, moment_age_ms: int | None, follows: bool, said: str
+) -> None:
+    archiver = ArchiverStatus(lag_ms, moment_age_ms, 0, 0, 0, 0, 0, 0, 0, 0, taken_over=False, follows=follows)
+    last = render(Status(state="running", data_dir="d", pid=1, archiver=archiver)).splitlines()[-1]
+    assert last.startswith(f"{said}  ")

@@ -232,6 +232,11 @@ class TombstoneAnswer(msgspec.Struct, frozen=True):
     earliest_seq: Seq
     head_seq: Seq
 
+    @property
+    def next_from_seq(self) -> int:
+        """The cursor to go on with behind the gap. A topic that was `recreated` is read from its first record."""
+        return self.earliest_seq - 1 if self.reason == "recreated" else self.gap_to
+
 
 class DiffAnswer(TopicAnswer, frozen=True, kw_only=True):
     """The records that follow a cursor."""

@@ -17,6 +17,7 @@ from topics.log import get_logger
 from topics.shm.control import ControlPage, Role, log_bytes
 from topics.shm.ring import Wake
 from topics.storage.archive_objects import Archive, ArchiveDamagedError
+from topics.storage.filesystem import said
 from topics.storage.logfile import RefusedLog
 from topics.storage.origin import OriginGoneError
 
@@ -283,6 +284,6 @@ class Archiver:
     def _tell(self, error: Exception, what: str = _NOT_SHIPPED) -> None:
         """Count a failure, and log it unless it is the same again."""
         self._cell.add("failures")
-        if str(error) != self._told:
-            self._told = str(error)
+        if said(error) != self._told:
+            self._told = said(error)
             log.error(what, reason=self._told)

@@ -20,7 +20,7 @@ from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, base_name, loan_name
 from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed, remove_borrowed, write_borrowed
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, said
 
 BATCH_BYTES: Final = 16 << 20
 """Most bytes of one fetch, unless it is of one larger object. The follower takes moments in between."""
@@ -57,7 +57,7 @@ def borrow(
     except OSError as error:
         if error.errno in _READ_ONLY:
             remove_borrowed(fs, data_dir)  # there is no loan to end
-        raise NoLoanError(error.errno, f"cannot be created ({error})", archive.store.place(note.loan)) from error
+        raise NoLoanError(error.errno, f"cannot be created ({said(error)})", archive.store.place(note.loan)) from error
     # A pruning that has not seen the loan removes the base first. So the base is looked for last.
     there = {
         name for folder in {ref.name.partition("/")[0] for ref in files} for name in archive.store.list(f"{folder}/")
@@ -104,7 +104,7 @@ class Homecoming:
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-            log.warning("the loan of a copy before cannot be ended: delete it", loan=former, reason=str(error))
+            log.warning("the loan of a copy before cannot be ended: delete it", loan=former, reason=said(error))
             remove_borrowed(self._fs, self._data_dir)
         who = f"{os.uname().nodename}:{self._data_dir}"
         try:
@@ -112,7 +112,7 @@ class Homecoming:
         except NoLoanError as error:
             if error.errno not in _READ_ONLY:
                 raise
-            log.warning("everything is copied before anything is served: nothing can be borrowed", reason=str(error))
+            log.warning("everything is copied before anything is served: nothing can be borrowed", reason=said(error))
         self._note = read_borrowed(self._fs, self._data_dir)
 
     def go_on(self) -> None:

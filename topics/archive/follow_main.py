@@ -27,7 +27,7 @@ from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, open_archive
-from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.filesystem import FileSystem, OsFileSystem, said
 from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
 
@@ -153,9 +153,9 @@ class Follower:
     def _fail(self, what: str, error: Exception) -> None:
         """Count a failure, and log it unless it is the same again."""
         self._cell.add("failures")
-        if str(error) != self._told.get(what):
-            self._told[what] = str(error)
-            log.error(f"{what}, which will be repeated", reason=str(error))
+        if said(error) != self._told.get(what):
+            self._told[what] = said(error)
+            log.error(f"{what}, which will be repeated", reason=said(error))
 
     def _listen(self) -> bool:
         """Ask the leader, if it can be asked. True if it has answered: it lives."""

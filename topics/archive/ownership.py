@@ -16,6 +16,7 @@ from topics.storage.archive_objects import Archive, ArchiveDamagedError, Generat
 from topics.storage.filesystem import FileSystem
 from topics.storage.notes import note_path
 from topics.storage.service_id import ARCHIVE_NAME, archive_place
+from topics.terminal import plural
 
 
 class OtherShipperError(Exception):
@@ -98,7 +99,7 @@ def following_problem(archive: Archive, shards: int) -> str | None:
         place = archive.store.place("")
         return f"{place} has no base yet: start the service that is to be followed with TOPICS_ARCHIVE_URL set to it"
     has = archive.generation(number).shards
-    return None if has == shards else f"the service there has {has} shards: set TOPICS_WAL_SHARDS={has}"
+    return None if has == shards else f"the service there has {plural(has, 'shard')}: set TOPICS_WAL_SHARDS={has}"
 
 
 def take_over(

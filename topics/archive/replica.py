@@ -46,6 +46,7 @@ from topics.storage.follow_note import FollowNote, write_note
 from topics.storage.frame import scan
 from topics.storage.logfile import WalPosition
 from topics.storage.upgrade import write_mark
+from topics.terminal import plural
 
 _COPIED: Final = (layout.WAL_NAME, layout.TOPICS_NAME, layout.TXN_NAME)
 
@@ -335,7 +336,7 @@ class Replica:
         generation, base, snapshot = found.generation, found.base, found.snapshot
         if generation.shards != self._shards:
             raise OtherShardsError(
-                f"the service that is followed has {generation.shards} shards, this one {self._shards}: set"
+                f"the service that is followed has {plural(generation.shards, 'shard')}, this one {self._shards}: set"
                 f" TOPICS_WAL_SHARDS={generation.shards}"
             )
         for name in _COPIED:  # left by an earlier try

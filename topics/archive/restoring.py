@@ -287,14 +287,20 @@ def reserved(data_dir: str) -> Iterator[None]:
     except DataDirLocked as other:
         raise OSError(errno.EBUSY, f"is made by another restore, process {other.pid}", data_dir) from other
     except DataDirNotWritable as error:
-        raise OSError(errno.EACCES, str(error)) from error
+        _remove_if_bare(making)
+        raise OSError(error.errno, error.reason, making) from error
     try:
         _check_free(data_dir)  # another restore may have ended just now
         yield
     finally:
-        if os.path.isdir(making) and os.listdir(making) == [layout.LOCK_NAME]:
-            shutil.rmtree(making, ignore_errors=True)
+        _remove_if_bare(making)
         lock.release()
+
+
+def _remove_if_bare(making: str) -> None:
+    """Remove the directory of a restore if it has nothing but its lock."""
+    if os.path.isdir(making) and os.listdir(making) == [layout.LOCK_NAME]:
+        shutil.rmtree(making, ignore_errors=True)
 
 
 def _check_free(data_dir: str) -> None:

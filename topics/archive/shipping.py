@@ -37,6 +37,7 @@ from topics.storage.archive_objects import (
     piece_name,
     read_whole,
 )
+from topics.storage.filesystem import said
 from topics.storage.logfile import WalPosition
 from topics.storage.origin import LogPlace, Origin, OriginGoneError, TxnState
 from topics.storage.service_id import keep_archive_place
@@ -143,7 +144,7 @@ class Shipper:
             try:
                 keep_archive_place(fs, data_dir, self._store.place(""))
             except OSError as error:  # shipping does not need the note
-                log.warning("where the archive is cannot be noted, which the next start repeats", reason=str(error))
+                log.warning("where the archive is cannot be noted, which the next start repeats", reason=said(error))
 
     @property
     def is_based(self) -> bool:

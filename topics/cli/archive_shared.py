@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import re
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from topics.archive.shipping import NoMomentError
 from topics.log import configure_log
 from topics.setting_values import MIB, RefusedValueError, bucket_url, overlap
 from topics.storage.archive_objects import ArchiveDamagedError
+from topics.storage.filesystem import NO_ROOM, said, way_to_write
 from topics.storage.lock import DataDirLocked
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
@@ -30,6 +32,8 @@ CODES: Final = """exit codes:
   4  not now: the service starts, stops or recovers, or the store does not answer; nothing was lost, try again"""
 PLACE: Final = "a directory, or the URL of a bucket: s3://bucket/prefix, gs://…, az://…, file:///…"
 _FAILURES: Final = (ArchiveDamagedError, OtherShipperError, DataDirLocked, RefusedLog, UnknownSnapshotVersion, EOFError)
+_NOT_WRITTEN: Final = NO_ROOM | {errno.EACCES, errno.EPERM, errno.EROFS}
+_BUCKET: Final = re.compile(r"(?!file:)\w+://")
 _DURATION: Final = re.compile(r"0+|(\d{1,15})(ms|s|m|h|d)")
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
@@ -56,8 +60,9 @@ def _run(name: str, work: Work, options: argparse.Namespace) -> int:
     except _FAILURES as error:
         code, problem = EXIT_FAILED, str(error)
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        code, problem = EXIT_FAILED, f"{place}{error.strerror or error}"
+        code, problem = EXIT_FAILED, said(error)
+        if error.errno in _NOT_WRITTEN and not _BUCKET.match(str(error.filename)):
+            problem += f"; {way_to_write(error)}, or choose another place"
     print(f"topics {name}: {problem}", file=sys.stderr)
     return code
 

@@ -72,13 +72,16 @@ class UnreachableError(ClientError):
 
 
 class GapError(ClientError):
-    """Records behind the cursor were lost to a cap, a ttl or damage; `tombstone` says which and why."""
+    """Records behind the cursor were lost to a cap, a ttl or damage; `tombstone` says which and why, and with which
+    cursor to go on (`tombstone.next_from_seq`).
+    """
 
     def __init__(self, topic: str, tombstone: TombstoneAnswer) -> None:
-        super().__init__(
-            f"topic {topic!r}: records {tombstone.gap_from} to {tombstone.gap_to} are gone (reason: "
-            f"{tombstone.reason}); read on from {tombstone.earliest_seq}, or pass tombstones='yield'"
-        )
+        what = f"records {tombstone.gap_from} to {tombstone.gap_to} are gone (reason: {tombstone.reason})"
+        if tombstone.reason == "recreated":  # the gap is of the former topic; the records of this one are there
+            what = "it was deleted and made again, and the cursor is of the former one (reason: recreated)"
+        way_out = f"read on from {tombstone.next_from_seq}, or pass tombstones='yield'"
+        super().__init__(f"topic {topic!r}: {what}; {way_out}")
         self.topic = topic
         self.tombstone = tombstone
 

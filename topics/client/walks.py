@@ -208,7 +208,7 @@ class Following:
             gap = _tombstone_frame(data)
             if self._tombstones == "raise":
                 raise GapError(gap.topic, gap)
-            self.positions[gap.topic] = gap.gap_to
+            self.positions[gap.topic] = gap.next_from_seq
             yield gap.topic, gap
         elif event == "topic-deleted":
             end = _end_frame(data)

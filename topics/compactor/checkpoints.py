@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple, cast
 
-from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
+from topics.compactor.segment_building import BufferOf, LogBuffers, SealAt, SegmentAppender
 from topics.compactor.shard_copy import ShardCopy
 from topics.core.clock import Clock, doubled_ms
 from topics.core.errors import TopicsError
@@ -30,6 +30,7 @@ from topics.core.location import (
     LOCATION_DELETED,
     LOCATION_GONE,
     LOCATION_IN_RAM_LOG,
+    LOCATION_LOST,
     any_flagged,
     flags_of,
 )
@@ -40,7 +41,7 @@ from topics.core.topic import Topic
 from topics.shm.asks import Asks, ReplyT
 from topics.shm.topic_messages import Checkpoint, MarkAgain, TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import DeferredSyncs, FileSystem, opened
+from topics.storage.filesystem import NO_ROOM, DeferredSyncs, FileSystem, opened
 from topics.storage.kill_points import reached
 from topics.storage.segment_deletes import sync_segment
 
@@ -80,12 +81,15 @@ class Written(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A part of one topic that is in segments and has to be marked. `has_more`: the topic may have more records."""
+    """A part of one topic that is in segments and has to be marked. `lost` of its records never came, as those of a gap
+    behind a restore. `has_more`: the topic may have more records.
+    """
 
     topic: Topic
     checkpoint: TopicCheckpoint
     records: int
     has_more: bool
+    lost: int = 0
 
 
 class _Failures:
@@ -161,7 +165,7 @@ class Checkpoints:
                 for step in steps:
                     infos = step.checkpoint.segments
                     former = shard_copy.index_of(step.topic).segments.between(infos[0].first_seq, infos[-1].last_seq)
-                    records += step.records
+                    records += step.records - step.lost
                     data_bytes += sum(info.data_bytes for info in infos) - sum(info.data_bytes for info in former)
                 for message in _messages(steps):
                     self._write_back_log(shard_copy)
@@ -280,7 +284,9 @@ class Checkpoints:
                         infos = appender.append(topic.id, last, entries, buffer_of, now_ms)
                         done_seq = infos[-1].last_seq
                         checkpoint = TopicCheckpoint(topic.id, done_seq, infos)
-                        return _Step(topic, checkpoint, done_seq - entries[0] + 1, has_more=done_seq < view.head_seq)
+                        count = done_seq - entries[0] + 1
+                        lost = _lost(entries, count)
+                        return _Step(topic, checkpoint, count, has_more=done_seq < view.head_seq, lost=lost)
                 except (ValueError, EOFError, FileNotFoundError) as error:
                     moved = error  # the shard has copied the end of its log to a new file: look again
             if time.monotonic() >= self._shown_until_s:
@@ -349,6 +355,13 @@ def _followed(entries: array[int], topic: Topic, earliest_seq: int) -> array[int
         return entries
     behind = len(in_ram) - in_ram[::-1].index(True)
     return entries[behind * ENTRY_WORDS :] if entries[0] + behind <= earliest_seq else None
+
+
+def _lost(entries: array[int], count: int) -> int:
+    """Return how many of the first `count` entries are of lost records."""
+    if not any_flagged(entries, LOCATION_LOST):
+        return 0
+    return sum(flags & LOCATION_LOST != 0 for flags in flags_of(entries)[:count])
 
 
 def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:

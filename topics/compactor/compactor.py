@@ -29,13 +29,14 @@ from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
 from topics.compactor.life import Life
 from topics.compactor.relocation import Relocation
 from topics.compactor.rewriting import Rewriting
-from topics.compactor.segment_building import NO_ROOM, LogBuffers
+from topics.compactor.segment_building import LogBuffers
 from topics.compactor.shard_copy import ShardCopy
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import doubled_ms
 from topics.core.errors import TopicsError
 from topics.log import LastingFailures, get_logger
 from topics.shm.topic_messages import Trim
+from topics.storage.filesystem import NO_ROOM
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
 from topics.storage.snapshot import ShardPart

@@ -21,7 +21,7 @@ from topics.core.location import ENTRY_WORDS, LOCATION_GONE, LOW_WORD, any_flagg
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import NO_ROOM, FileSystem
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.logfile import map_file
@@ -30,7 +30,6 @@ from topics.storage.segment import CorruptSegment, is_gone
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 
-NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 _TEMPORARY: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors of the disk or the process, not of a file."""
 

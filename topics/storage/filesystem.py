@@ -32,6 +32,25 @@ _WRITE_AND_WAIT: Final = 7
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def said(error: Exception) -> str:
+    """Return what an error says to people: the place first, if an OSError names one, and no number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
+
+
+def way_to_write(error: OSError) -> str:
+    """Return what lets a write succeed that failed with this error."""
+    if error.errno in NO_ROOM:
+        return "free some space there"
+    if error.errno == errno.EROFS:
+        return "mount its file system writable"
+    return f"give user {os.geteuid()} write access to it"
+
+
 class FileSystem(Protocol):
     """Calls raise OSError as the system does; a descriptor is an int that only this file system understands."""
 

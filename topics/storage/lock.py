@@ -14,6 +14,7 @@ import select
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from topics.storage.filesystem import way_to_write
 from topics.storage.layout import lock_path
 
 
@@ -29,13 +30,15 @@ class DataDirLocked(Exception):  # noqa: N818 — named for what it is
 
 
 class DataDirNotWritable(Exception):  # noqa: N818
-    """The data directory cannot be made or written."""
+    """The data directory cannot be made or written. `errno` and `reason` are those of the call that failed."""
 
     def __init__(self, data_dir: str, error: OSError) -> None:
         super().__init__(
             f"data directory {data_dir} is not writable: {error.strerror or error}; "
-            f"give user {os.geteuid()} write access to it or choose another TOPICS_DATA_DIR"
+            f"{way_to_write(error)} or choose another TOPICS_DATA_DIR"
         )
+        self.errno = error.errno
+        self.reason = error.strerror or str(error)
 
 
 class DataDirLock:

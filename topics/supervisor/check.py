@@ -21,7 +21,7 @@ from topics.storage import layout, service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
 from topics.storage.borrowed import read_borrowed
 from topics.storage.bucket_store import BucketStore, probe
-from topics.storage.filesystem import OsFileSystem
+from topics.storage.filesystem import OsFileSystem, said
 from topics.storage.follow_note import read_note
 from topics.storage.lock import DataDirLocked, holder_pid, inspecting
 from topics.storage.logfile import RefusedLog
@@ -191,7 +191,7 @@ def _bucket_finding(url: str, data_dir: str) -> CheckFinding:
             own = None if known is None else service_id.describe(known, data_dir)
             problem = BucketStore(f"{url}/topics", BUCKET_TIMEOUT_MS).owner_problem(own)
         except (OSError, EOFError) as error:
-            problem = f"its owner cannot be read: {error}"
+            problem = f"its owner cannot be read: {said(error)}"
         problems += [] if problem is None else [problem]
     return CheckFinding(f"cold tier {url}", "; ".join(problems) or None)
 
@@ -202,14 +202,14 @@ def _lender_findings(data_dir: str) -> list[CheckFinding]:
     try:
         note = read_borrowed(fs, data_dir)
     except OSError as error:
-        return [CheckFinding(f"what {data_dir} borrows", str(error))]
+        return [CheckFinding(f"what {data_dir} borrows", said(error))]
     if note is None:
         return []
     problem = None
     try:
         open_archive(fs, note.place, BUCKET_TIMEOUT_MS).len(note.files[0].name)
     except OSError as error:
-        problem = f"{error}; the service would start, but reads of records that are still there would fail"
+        problem = f"{said(error)}; the service would start, but reads of records that are still there would fail"
     return [CheckFinding(f"archive {note.place}, from which data are borrowed", problem)]
 
 
@@ -228,7 +228,7 @@ def _archive_finding(url: str, data_dir: str) -> CheckFinding:
             require_there(archive, archive.generations(), fs, data_dir)
             problem = shipping_problem(archive, own)
         except (OSError, EOFError, ArchiveDamagedError) as error:
-            problem = f"it cannot be told whose it is: {error}"
+            problem = f"it cannot be told whose it is: {said(error)}"
     return CheckFinding(f"archive {url}", problem)
 
 
@@ -241,7 +241,7 @@ def _followed_finding(url: str, settings: Settings) -> CheckFinding:
             return CheckFinding(f"followed archive {note.url}, from which this service took over", None)
         problem = following_problem(Archive(open_archive(fs, url, BUCKET_TIMEOUT_MS)), settings.wal_shards)
     except (OSError, EOFError, ArchiveDamagedError) as error:
-        problem = f"it cannot be read: {error}"
+        problem = f"it cannot be read: {said(error)}"
     return CheckFinding(f"followed archive {url}", problem)
 
 
@@ -281,7 +281,7 @@ def _format_problem(settings: Settings) -> str | None:
     except (RefusedLog, UnknownSnapshotVersion) as error:
         return str(error)
     except PermissionError as error:
-        return f"cannot be read: {error}; run this as the user of the service"
+        return f"cannot be read: {said(error)}; run this as the user of the service"
     except OSError as error:
         return f"{error.filename or data_dir} {error.strerror or error}"
 

@@ -30,6 +30,7 @@ from topics.settings import (
     read_keys,
 )
 from topics.shm.control import ProcessState
+from topics.storage.filesystem import said
 from topics.storage.lock import running_supervisor
 from topics.supervisor.check import check
 from topics.supervisor.children import ChildMains
@@ -68,7 +69,7 @@ _CHECK_CODES = """exit codes:
   2  bad settings or usage"""
 _STATUS_CODES = """exit codes:
   0  running, every process ready
-  1  starting, recovering, degraded or draining
+  1  starting, recovering, degraded, draining or taken over
   2  bad settings or usage
   3  not running
   4  cannot be known (no access, or a service of another version)"""
@@ -200,7 +201,7 @@ def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
 
 
 def _status_unknown(error: Exception) -> int:
-    print(f"topics-supervisor: status cannot be read: {error}", file=sys.stderr)
+    print(f"topics-supervisor: status cannot be read: {said(error)}", file=sys.stderr)
     return EXIT_UNKNOWN
 
 
@@ -219,7 +220,7 @@ def _reload(settings: Settings, options: argparse.Namespace) -> int:
     except ReloadRefused:
         reason = "the new keys cannot be used, the former ones stay; the service's log says what is wrong"
     except (OSError, ValueError) as error:
-        reason = str(error)
+        reason = said(error)
     else:
         print("not running" if pid is None else f"process {pid} has reloaded its keys")
         return EXIT_NOT_RUNNING if pid is None else 0
@@ -231,7 +232,7 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
     try:
         pid = stop(settings.data_dir, settings.shutdown_grace_ms + STOP_MARGIN_MS)
     except OSError as error:
-        print(f"topics-supervisor: not stopped: {error}", file=sys.stderr)
+        print(f"topics-supervisor: not stopped: {said(error)}", file=sys.stderr)
         return 1
     print("not running" if pid is None else f"stopped process {pid}")
     return 0
@@ -243,7 +244,7 @@ def _promote(settings: Settings, options: argparse.Namespace) -> int:
     except NotFollowingError:
         problem, code = "the service follows no other one: it leads", EXIT_LEADS
     except (OSError, ValueError) as error:
-        problem, code = str(error), EXIT_DEGRADED
+        problem, code = said(error), EXIT_DEGRADED
     else:
         if promoted is None:
             problem, code = "not running: start it, it promotes nothing by itself", EXIT_NOT_RUNNING

@@ -14,7 +14,7 @@ from topics.shm.control import EXIT_REFUSED
 from topics.shm.instance import SharedMemory
 from topics.storage import reshard
 from topics.storage.borrowed import read_borrowed
-from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.filesystem import OsFileSystem, boot_id, said
 from topics.storage.logfile import RefusedLog
 from topics.storage.service_id import epoch_mask
 from topics.storage.snapshot import UnknownSnapshotVersion, plan_move
@@ -87,7 +87,7 @@ def run(settings: Settings, shared: SharedMemory) -> int:
         log.error("the log cannot be used as it is", reason=str(error))
         return EXIT_REFUSED
     except (WalWriteError, WalSyncError, OSError) as error:
-        log.error("the logs could not be prepared", reason=str(error))
+        log.error("the logs could not be prepared", reason=said(error))
         return 1
     for line in report:
         log.warning("prepared the logs", note=line)

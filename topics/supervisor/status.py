@@ -137,7 +137,7 @@ class FrontendStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The whole service; `state` is running, starting, recovering, degraded, draining or stopped."""
+    """The whole service; `state` is one of those in operations.md, Status."""
 
     state: str
     data_dir: str
@@ -208,7 +208,7 @@ class StatusReader:
             announced = ProcessState(header["state"])
         hangs = any(one.hangs for one in (*processes, supervisor) if one is not None)
         return Status(
-            state=_overall(announced, hangs, processes, shards),
+            state=_overall(announced, hangs, processes, shards, page.is_taken_over),
             data_dir=self._data_dir,
             pid=pid,
             uptime_ms=_age_ms(header["started_ms"], now_ms),
@@ -326,7 +326,9 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
     )
 
 
-def _overall(announced: ProcessState, hangs: bool, processes: list[ProcessStatus], shards: list[ShardStatus]) -> str:
+def _overall(
+    announced: ProcessState, hangs: bool, processes: list[ProcessStatus], shards: list[ShardStatus], is_taken_over: bool
+) -> str:
     """Return the state of the whole service: the worst that holds."""
     if announced in (ProcessState.DRAINING, ProcessState.STOPPED):
         return "draining"
@@ -335,7 +337,9 @@ def _overall(announced: ProcessState, hangs: bool, processes: list[ProcessStatus
         return "degraded"
     if announced == ProcessState.RECOVERING or "recovering" in states:
         return "recovering"
-    return "running" if states == {"ready"} else "starting"
+    if states != {"ready"}:
+        return "starting"
+    return "taken over" if is_taken_over else "running"
 
 
 def _listen_address(pid: int, port: int) -> str | None:
@@ -401,7 +405,14 @@ def _summary(status: Status, paint: Paint) -> str:
 
 
 _Row = dict[str, Cell]  # by their heads
-_STYLES: Final = {"running": "good", "ready": "good", "degraded": "bad", "dead": "bad", "stopped": "bad"}
+_STYLES: Final = {
+    "running": "good",
+    "ready": "good",
+    "degraded": "bad",
+    "dead": "bad",
+    "stopped": "bad",
+    "taken over": "bad",
+}
 """Styles of states; any other state is a transition."""
 
 
@@ -457,10 +468,10 @@ def _borrowed_line(one: CompactorStatus | ArchiverStatus, paint: Paint) -> str:
 
 
 def _archiver_row(archiver: ArchiverStatus) -> _Row:
-    lag = duration(archiver.lag_ms) if archiver.lag_ms else "up to date"
-    lag = "no moment yet" if archiver.moment_age_ms is None and archiver.lag_ms else lag
-    if archiver.follows:
-        lag = f"follows it, {lag} behind" if archiver.moment_age_ms is not None else "follows it, not copied yet"
+    lag = f"{duration(archiver.lag_ms)} behind" if archiver.lag_ms else "up to date"
+    if archiver.moment_age_ms is None and (archiver.lag_ms or archiver.follows):
+        lag = "not copied yet" if archiver.follows else "no moment yet"
+    lag = f"follows it, {lag}" if archiver.follows else lag
     return {
         "archive": "TAKEN OVER by another service" if archiver.taken_over else lag,
         "moments": archiver.moments,

@@ -67,12 +67,12 @@ async def follow(
 def _followed(reader: TopicReader, ref: TopicRef, start: StartBody) -> FollowedTopic:
     view = ref.view
     from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
-    if start.tail or (from_seq > view.head_seq and start.from_ts is None):
+    if start.tail or (reader.is_beyond(view, from_seq) and start.from_ts is None):
         # Beyond any head if the topic was recreated, so that its reader is told, though it may grow meanwhile.
         from_seq = BEYOND_ANY_HEAD if view.recreated and not start.tail else view.head_seq
     # The page at the head has no record, but both ends of the topic at this moment.
     page = reader.read_page(ref, view.head_seq, _NO_RECORDS)
     # A cursor from before the topic was recreated reads it from its first record.
-    resolved_seq = from_seq if from_seq <= page.head_seq else page.earliest_seq - 1
+    resolved_seq = from_seq if from_seq != BEYOND_ANY_HEAD else page.earliest_seq - 1
     state = {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}
     return FollowedTopic(ref, from_seq, state)

@@ -145,7 +145,7 @@ class RecordPage(msgspec.Struct, frozen=True):
 
     @property
     def caught_up(self) -> bool:
-        return self.next_from_seq == self.head_seq
+        return self.next_from_seq >= self.head_seq  # above it: a copy that is behind its reader
 
     @property
     def is_news(self) -> bool:
@@ -164,21 +164,28 @@ class TopicReader:
         clock: Clock,
         cold: ColdTier | None = None,
         epoch_mask: int = 0,
+        not_leader: Callable[[], TopicsError | None] | None = None,
     ) -> None:
         """Records expire by `clock`. `cold` has the segments outside the data directory; None if none ever left it.
-        `epoch_mask` is that of `service_id.py`.
+        `epoch_mask` is that of `service_id.py`. In a service that follows another one `not_leader` returns the error
+        for what only that one has.
         """
         self._arenas = arenas
         self.stores = RecordStores(files, SegmentCache(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
         self._epoch_mask = epoch_mask
+        self._not_leader = not_leader
         self._now_ms = 0
         self._failures = SparseLines(LOG_EVERY_S, lambda: clock.monotonic_ms() / 1000)
 
     def epoch_of(self, topic_id: int) -> int:
         """Return the `epoch` that names this instance of a topic to clients. A restore from an archive changes it."""
         return topic_id ^ self._epoch_mask
+
+    def is_beyond(self, view: TopicView, from_seq: int) -> bool:
+        """True if this topic cannot have given out a cursor. A copy cannot know that: its leader may be ahead."""
+        return from_seq > view.head_seq and (self._not_leader is None or bool(view.recreated))
 
     def sweep(self) -> None:
         """Close files that were removed. Call this now and then."""
@@ -307,13 +314,15 @@ class TopicReader:
     def _read(
         self, ref: TopicRef, from_seq: int, options: PageOptions, to_seq: int | None, from_ts: int | None
     ) -> RecordPage:
+        if ref.config.durability == "ephemeral" and self._not_leader is not None and (error := self._not_leader()):
+            raise error  # no log that is followed has its records, so a cursor means nothing here
         records, now_ms = self._records(ref), self.now_ms()
         view = logical_view(ref.view, ref.config.ttl_ms, records, now_ms)
         if from_ts is not None:
             # Find the start in this view: a record that was written since an earlier look may be too early.
             from_seq = max(from_seq, cursor_at(view, records, from_ts, now_ms))
         tombstone = floor_tombstone(view, from_seq)
-        if from_seq > view.head_seq:
+        if self.is_beyond(view, from_seq):
             from_seq = 0 if view.recreated else view.head_seq
         if not ref.config.dedupe_node:
             options = options._replace(nodes=None)
@@ -446,5 +455,5 @@ def page_values(page: RecordPage) -> tuple[bytes | int, ...]:
         page.epoch,
         b"true" if page.caught_up else b"false",
         b"null" if page.tombstone is None else encode_json(page.tombstone),
-        page.head_seq - page.next_from_seq,
+        max(0, page.head_seq - page.next_from_seq),
     )
