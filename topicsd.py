@@ -95,8 +95,10 @@ def guarded(program: str, work: Callable[[], int]) -> int:
     Its errors begin with `program`.
     """
     try:
-        code = work()
-        sys.stdout.flush()
+        try:
+            code = work()
+        finally:  # also after the help, which ends with SystemExit
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except UnicodeEncodeError as error:

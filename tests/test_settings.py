@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import msgspec
 import pytest
 
 from topics.core.governor import FROM_SHARE
-from topics.setting_values import GIB, KIB, MIB
+from topics.setting_values import GIB, KIB, MIB, overlap
 from topics.settings import COMMAND_LINE_ONLY, VARIABLES, Settings, SettingsError, default_ring_bytes, load
 
 
@@ -200,74 +198,49 @@ def test_keys_are_kept_as_digests_and_never_shown() -> None:
     assert len(problems({"TOPICS_API_KEYS": "s3cret:x,,s3cret", "TOPICS_PORT": "x"})) == 3
 
 
-@pytest.mark.parametrize("variable", ["TOPICS_COLD_DIR", "TOPICS_ARCHIVE_URL", "TOPICS_FOLLOW"])
+def test_the_cold_directory_is_another_one() -> None:
+    (problem,) = problems({"TOPICS_DATA_DIR": "/d", "TOPICS_COLD_DIR": "/d/"})
+    assert problem.startswith("TOPICS_COLD_DIR=/d/: is the data directory itself")
+    assert read({"TOPICS_DATA_DIR": "/d", "TOPICS_COLD_DIR": "/d/c"}).cold_dir == "/d/c", "as where a disk is mounted"
+
+
 @pytest.mark.parametrize(
     ("place", "folder"),
     [
-        ("data", "data/{}"),
-        ("data/deep/er", "data/deep/er/{}"),
-        ("elsewhere/../data/x", "data/x/{}"),
-        ("link", "data/{}"),
-        ("link/x", "data/x/{}"),
-        ("elsewhere/folder-links", "data/{}"),
+        ("data", "data/archive"),
+        ("data/deep/er", "data/deep/er/archive"),
+        ("elsewhere/../data/x", "data/x/archive"),
+        ("link", "data/archive"),
+        ("link/x", "data/x/archive"),
+        ("elsewhere/folder-links", "data/archive"),
     ],
 )
-def test_no_store_lies_in_the_data_directory(tmp_path: Path, variable: str, place: str, folder: str) -> None:
+def test_no_archive_lies_in_the_data_directory(tmp_path: Path, place: str, folder: str) -> None:
     """It went down with the disk that it should outlive."""
-    name = "topics" if variable == "TOPICS_COLD_DIR" else "archive"
     linked, data = tmp_path / "elsewhere/folder-links", tmp_path / "data"
     linked.mkdir(parents=True)
     (tmp_path / "link").symlink_to(data)
-    (linked / name).symlink_to(data / name)
-    raw = f"{'' if name == 'topics' else 'file://'}{tmp_path}/{place}"
-    (problem,) = problems({"TOPICS_DATA_DIR": str(data), variable: raw})
-    assert problem == (
-        f"{variable}={raw}: its files would be in {tmp_path}/{folder.format(name)}, inside the data directory {data};"
-        " name a place apart from it, best on another disk"
-    )
+    (linked / "archive").symlink_to(data / "archive")
+    for url in (f"{tmp_path}/{place}", f"file://{tmp_path}/{place}"):
+        assert overlap(str(data), url) == (
+            f"its files would be in {tmp_path}/{folder}, inside the data directory {data};"
+            " name a place apart from it, best on another disk"
+        )
 
 
-def test_the_data_directory_lies_in_no_store(tmp_path: Path) -> None:
-    url, data = (tmp_path / "a b").as_uri(), tmp_path / "a b/archive/of/it"
-    (problem,) = problems({"TOPICS_DATA_DIR": str(data), "TOPICS_ARCHIVE_URL": url})
+def test_the_data_directory_lies_in_no_archive(tmp_path: Path) -> None:
+    data = tmp_path / "a b/archive/of/it"
+    problem = overlap(str(data), (tmp_path / "a b").as_uri())
+    assert problem is not None
     assert f"in {tmp_path}/a b/archive, which has the data directory {data} inside; name a place apart" in problem
 
 
-def test_places_apart_from_the_data_directory(tmp_path: Path) -> None:
+def test_archives_apart_from_the_data_directory(tmp_path: Path) -> None:
     """Beside it is enough, as is a name that only begins as the data directory's does."""
-    data = {"TOPICS_DATA_DIR": str(tmp_path / "data")}
-    assert read(data | {"TOPICS_COLD_DIR": f"{tmp_path}/data-cold"}).cold_dir == f"{tmp_path}/data-cold"
-    assert read(data | {"TOPICS_ARCHIVE_URL": tmp_path.as_uri()}).archive_url == tmp_path.as_uri()
-    assert read(data | {"TOPICS_ARCHIVE_URL": "s3://bucket/data"}).archive_url == "s3://bucket/data"
-
-
-def test_another_disk_may_be_mounted_in_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cold, stat = tmp_path / "data/cold", os.stat
-    cold.mkdir(parents=True)
-
-    def mounted(path: str) -> os.stat_result:
-        row = list(stat(path))
-        row[2] += path.startswith(str(cold))  # st_dev
-        return os.stat_result(row)
-
-    given = {"TOPICS_DATA_DIR": str(tmp_path / "data"), "TOPICS_COLD_DIR": str(cold)}
-    assert "inside the data directory" in problems(given)[0]
-    monkeypatch.setattr(os, "stat", mounted)
-    assert read(given).cold_dir == str(cold)
-
-
-def test_a_place_that_hangs_holds_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, resolve = threading.Event(), os.path.realpath
-
-    def hangs(path: str) -> str:
-        assert "cold" not in path or gate.wait(20)
-        return resolve(path)
-
-    monkeypatch.setattr(os.path, "realpath", hangs)
-    monkeypatch.setattr("topics.settings.PLACES_TIMEOUT_S", 0.05)
-    given = {"TOPICS_DATA_DIR": str(tmp_path / "data"), "TOPICS_COLD_DIR": str(tmp_path / "cold")}
-    assert read(given).cold_dir == str(tmp_path / "cold")
-    gate.set()
+    data = str(tmp_path / "data")
+    assert overlap(data, f"{tmp_path}/data-archive") is None
+    assert overlap(data, tmp_path.as_uri()) is None
+    assert overlap(data, "s3://bucket/data") is None
 
 
 def test_probe_auth_without_keys_contradicts_itself() -> None:

@@ -85,30 +85,23 @@ def bucket_url(help: str) -> Variable:
     return Variable(parse, "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory", help)
 
 
-def overlap(data_dir: str, place: str, folder: str) -> str | None:
-    """Return why the store below `<place>/<folder>` cannot outlive the data directory: one lies inside the other, also
-    through symbolic links. None if not, for a bucket, and if another disk is mounted inside the data directory.
+def overlap(data_dir: str, place: str) -> str | None:
+    """Return why the archive in `place` cannot outlive the data directory: one lies inside the other, also through
+    symbolic links. None if not, and for a bucket.
     """
     if place.startswith("file://"):
         place = unquote(urlsplit(place).path)
     if "://" in place:
         return None
-    data, store = os.path.realpath(data_dir), os.path.realpath(os.path.join(os.path.abspath(place), folder))
+    data, store = os.path.realpath(data_dir), os.path.realpath(os.path.join(os.path.abspath(place), "archive"))
     common = os.path.commonpath((data, store))
     if common == store:
         relation = f"which has the data directory {data} inside"
-    elif common == data and os.stat(existing(store)).st_dev == os.stat(existing(data)).st_dev:
+    elif common == data:
         relation = f"inside the data directory {data}"
     else:
         return None
     return f"its files would be in {store}, {relation}; name a place apart from it, best on another disk"
-
-
-def existing(path: str) -> str:
-    """Return the path itself, or the nearest directory above it that exists."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def http_url(help: str) -> Variable:

@@ -13,9 +13,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.util import find_spec
-from threading import Thread
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
 
 import msgspec
@@ -40,7 +38,6 @@ from topics.setting_values import (
     keys,
     kill_point,
     origins,
-    overlap,
     path_name,
     ratio,
     secret,
@@ -55,7 +52,6 @@ RING_DEFAULT_BYTES: Final = (1 * MIB, 4 * MIB)
 SHARDS_DEFAULT_MAX: Final = 8
 DAY_MS: Final = 86_400_000
 TAKEOVER_MS_MIN: Final = 5_000
-PLACES_TIMEOUT_S: Final = 5.0
 KEYS_FILE_BYTES_MAX: Final = 1 << 20
 COMMAND_BYTES_MAX: Final = 2 * MIB
 WATCHED_TOPIC_BYTES: Final = 512
@@ -321,7 +317,11 @@ def load(
             f"{given['probe_auth'].place}={given['probe_auth'].raw}: there are no keys to ask for; set"
             f" {PREFIX}API_KEYS_FILE or {PREFIX}API_KEYS"
         )
-    problems += _overlaps(given, settings)
+    if settings.cold_dir is not None and settings.cold_dir == settings.data_dir:
+        problems.append(
+            f"{given['cold_dir'].place}={given['cold_dir'].raw}: is the data directory itself; name one on the slower"
+            f" disk, or leave it unset"
+        )
     if settings.cold_dir is not None and settings.cold_url is not None:
         problems.append(f"{given['cold_url'].place}: {given['cold_dir'].place} is set as well; set one of them")
     if 0 < settings.takeover_after_ms < TAKEOVER_MS_MIN:
@@ -377,27 +377,6 @@ def _known(given: dict[str, _GivenSetting], prefix: str, problems: list[str]) ->
             hint = f"did you mean {spelled}?" if near else "docs/operations.md lists them"
             problems.append(f"{value.place}: there is no such setting; {hint}")
     return known
-
-
-def _overlaps(given: dict[str, _GivenSetting], settings: Settings) -> list[str]:
-    """Return a problem for each cold tier or archive that lies in the data directory, or around it. A disk that hangs
-    is not waited for long: the service starts without it, too.
-    """
-    folders = {"cold_dir": "topics", "archive_url": "archive", "follow": "archive"}
-    found: list[str] = []
-
-    def look() -> None:
-        for name, folder in folders.items():
-            place = getattr(settings, name)
-            with suppress(OSError):  # who uses the place says more
-                if place is not None and (problem := overlap(settings.data_dir, place, folder)):
-                    found.append(f"{given[name].place}={given[name].raw}: {problem}")
-
-    if settings.data_dir and (settings.cold_dir or settings.has_archive):
-        thread = Thread(target=look, daemon=True)
-        thread.start()
-        thread.join(PLACES_TIMEOUT_S)
-    return list(found)
 
 
 def _read_toml(config: _GivenSetting, problems: list[str]) -> dict[str, _GivenSetting]:

@@ -401,6 +401,13 @@ def test_a_cold_directory_that_nobody_may_write(tmp_path: Path, monkeypatch: pyt
     assert f"may not write {cold}; give it the right or choose another TOPICS_COLD_DIR" in problem
 
 
+def test_a_cold_directory_that_is_the_data_directory_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "cold").symlink_to(tmp_path / "data")
+    problem = of_cold(settings(tmp_path, cold_dir=str(tmp_path / "cold"))).problem
+    assert problem == "is the data directory under another name; choose another TOPICS_COLD_DIR"
+
+
 def test_a_cold_directory_whose_disk_is_not_mounted(tmp_path: Path) -> None:
     topic, cold = tmp_path / "data/topics" / f"{7:016x}", tmp_path / "cold"
     topic.mkdir(parents=True)

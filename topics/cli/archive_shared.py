@@ -89,7 +89,7 @@ def place(text: str) -> str:
 
 def require_apart(data_dir: str, place: str) -> None:
     """Raise ArgumentTypeError if an archive in `place` and the data directory are not apart."""
-    if problem := overlap(data_dir, place, "archive"):
+    if problem := overlap(data_dir, place):
         raise argparse.ArgumentTypeError(f"{place}: {problem}")
 
 

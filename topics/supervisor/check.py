@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from topics.archive.ownership import following_problem, require_there, shipping_problem
 from topics.archive.promoting import role_problem
-from topics.setting_values import MIB, existing
+from topics.setting_values import MIB, overlap
 from topics.settings import Settings
 from topics.shm.instance import SharedMemory
 from topics.shm.shm_names import SHM_ROOT, identity, objects
@@ -141,7 +141,7 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
 
 def _dir_problem(path: str, variable: str) -> str | None:
     """Return why the directory cannot be created or written. Creates nothing."""
-    nearest = existing(path)
+    nearest = _existing(path)
     if not os.path.isdir(nearest):
         return f"{nearest} is not a directory; choose another {variable}"
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -158,6 +158,13 @@ def _port_file_problem(path: str) -> str | None:
     return _dir_problem(folder, "TOPICS_PORT_FILE")
 
 
+def _existing(path: str) -> str:
+    """Return the path itself, or the nearest directory above it that exists."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
     """Check a cold directory. Its disk may hang, so a thread does it, with a time-out."""
     found: list[CheckFinding] = []
@@ -165,9 +172,9 @@ def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
     def check_directory() -> None:
         subject = f"cold directory {cold_dir}"
         with suppress(OSError):
-            same = os.stat(existing(cold_dir)).st_dev == os.stat(existing(data_dir)).st_dev
+            same = os.stat(_existing(cold_dir)).st_dev == os.stat(_existing(data_dir)).st_dev
             subject += ", on the device of the data directory" if same else ", on another device"
-        problem = _dir_problem(cold_dir, COLD_VARIABLE)
+        problem = _dir_problem(cold_dir, COLD_VARIABLE) or _same_dir_problem(cold_dir, data_dir)
         found.append(CheckFinding(subject, problem or _missing_segments(cold_dir, data_dir)))
 
     thread = Thread(target=check_directory, daemon=True)
@@ -217,7 +224,7 @@ def _archive_finding(url: str, data_dir: str) -> CheckFinding:
     """Check that the archive can be written, and its owner. In a bucket, make an object and delete it again."""
     fs = OsFileSystem()
     if url.startswith("file:"):
-        problem = _dir_problem(unquote(urlsplit(url).path), "TOPICS_ARCHIVE_URL")
+        problem = overlap(data_dir, url) or _dir_problem(unquote(urlsplit(url).path), "TOPICS_ARCHIVE_URL")
     else:
         problem = "; ".join(probe(url, BUCKET_TIMEOUT_MS)) or None
     if problem is None:
@@ -243,6 +250,12 @@ def _followed_finding(url: str, settings: Settings) -> CheckFinding:
     except (OSError, EOFError, ArchiveDamagedError) as error:
         problem = f"it cannot be read: {said(error)}"
     return CheckFinding(f"followed archive {url}", problem)
+
+
+def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
+    if not os.path.exists(cold_dir) or not os.path.exists(data_dir) or not os.path.samefile(cold_dir, data_dir):
+        return None
+    return f"is the data directory under another name; choose another {COLD_VARIABLE}"
 
 
 def _missing_segments(cold_dir: str, data_dir: str) -> str | None:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import Thread
 from typing import Any, Final, NoReturn
 
 import msgspec
 
 from topics import __version__
 from topics.core.clock import SystemClock
-from topics.setting_values import show_bytes
+from topics.setting_values import overlap, show_bytes
 from topics.settings import (
     COMMAND_LINE_ONLY,
     PREFIX,
@@ -52,6 +53,7 @@ EXIT_LEADS: Final = 5
 STOP_MARGIN_MS: Final = 5_000
 RELOAD_TIMEOUT_MS: Final = 10_000
 PROMOTE_TIMEOUT_MS: Final = 60_000
+PLACES_TIMEOUT_S: Final = 5.0
 RATE_SAMPLE_S: Final = 0.1
 POLL_MS: Final = 10
 WATCH_INTERVAL_MS: Final = 1_000
@@ -126,10 +128,29 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
         for name in SECRET:
             # The settings have a digest of the secret. The children must not inherit the secret itself.
             os.environ.pop(PREFIX + name.upper(), None)
+        _require_apart(settings)
         return serve(settings, _child_mains(), _make_notify(), inherited=listeners)
     except (AddressError, StartError) as refusal:
         print(f"topics-supervisor: cannot start: {refusal}", file=sys.stderr)
         return EXIT_CANNOT_START
+
+
+def _require_apart(settings: Settings) -> None:
+    """Raise StartError if an archive lies in the data directory, or around it. A disk that hangs holds up no start
+    for long: the service starts without its archive, too.
+    """
+    found: list[str] = []
+
+    def look() -> None:
+        for place in filter(None, (settings.archive_url, settings.follow)):
+            if problem := overlap(settings.data_dir, place):
+                found.append(f"the archive {place}: {problem}")
+
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(PLACES_TIMEOUT_S)
+    if found:
+        raise StartError(found[0])
 
 
 def _make_notify() -> Notify:

@@ -33,7 +33,7 @@ from topics.walshard.hosted.hosted import Hosted
 
 log = get_logger()
 
-LOG_EVERY_S: Final = 60.0
+LOG_EVERY_S: Final = 1.0
 SYNC_INTERVAL_MS: Final = 1_000
 UNSYNCED_BYTES: Final = 8 * 1024 * 1024
 UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
@@ -214,7 +214,7 @@ class Logs:
         )
 
     def _log_refusal(self, error: WalWriteError | WalSyncError) -> None:
-        """Log a refusal, once a minute at most: a full disk refuses every write."""
+        """Log a refusal, once a second at most: a full disk refuses every write."""
         if (left_out := self._refusals.left_out()) is not None:
             log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=left_out)
 

@@ -76,8 +76,6 @@ class TopicCalls:
                 raise storage_unavailable(f"{why}; see the service's log")
         now_ms = self._time.now.wall_ms
         bodies: ControlBodies = [(FrameType.CONFIG_UPDATE, encode_body(ConfigFrameBody(config)))]
-        if topic.queue is not None and config.leases_durable and not topic.config.leases_durable:
-            bodies += [(FrameType.LEASE, encode_body(body)) for body in topic.queue.state().leases]
         relogged: RelogTurn | None = None
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
             relogged = self._relogged(hosted, call, now_ms)
@@ -90,6 +88,8 @@ class TopicCalls:
                     reply=reply,
                 )
                 return reply
+        if topic.queue is not None and config.leases_durable and not topic.config.leases_durable:
+            bodies += [(FrameType.LEASE, encode_body(body)) for body in topic.queue.state().leases]
         descriptor = hosted.prepare_config(config)
         configured, undo = partial(hosted.configured, config, descriptor), partial(hosted.release, descriptor)
         write = control_write(topic, now_ms, bodies, configured, undo, sync=True)
