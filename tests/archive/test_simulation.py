@@ -456,6 +456,27 @@ def test_a_running_archiver_prunes_nothing_in_favour_of_a_base_without_its_piece
     service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
 
 
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_restart_ends_a_promotion_that_has_not_reached_the_archive(service: Archiving, tells: bool) -> None:
+    """The follower had noted it without the archive, and took over from a healthy leader when that was back."""
+    rig = followed(service)
+    service.leader.answers = tells
+    service.append("a", 1, "disk")
+    rig.advance()
+    bucket = rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    bucket.is_away = True
+    rig.follower.promote.set()
+    for _ in range(3):
+        rig.follower.step()
+    bucket.is_away = False
+    rig.follower_dies()
+    for _ in range(4):
+        rig.advance()
+    assert not rig.leads
+    assert not rig.replica.note.fence_id
+
+
 def test_a_generation_stays_until_a_later_one_can_be_restored(service: Archiving) -> None:
     """It went though nothing of the later one could be restored."""
     ship_bases(service)
