@@ -13,6 +13,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from tests.archive.archiving import HARMS, harmed
 from tests.archive.services import COMMAND, SMALL, backup, cut, read, restored, run
 from tests.buckets import Fault, Proxy
 from tests.cases import case
@@ -325,8 +326,32 @@ def test_all_that_is_damaged_is_told_beside_what_is_there(tmp_path: Path) -> Non
     prune = [str(COMMAND), "archive", "prune", str(place), "--keep", "0"]
     pruned = subprocess.run(prune, capture_output=True, text=True, check=False)
     assert pruned.returncode == 1
-    assert "removed 0 generations, 2 bases" in pruned.stdout
+    assert "removed 0 generations, 0 bases" in pruned.stdout, "no base before or behind these gives a moment"
     assert str(end) in pruned.stderr
+
+
+@pytest.mark.parametrize("harm", [*HARMS, "gone"])
+@pytest.mark.parametrize("kind", ["pieces", "bases"])
+def test_a_pruning_leaves_the_last_moment_that_can_be_restored(tmp_path: Path, kind: str, harm: str) -> None:
+    """The newest base counted as the last moment, though its piece was damaged: nothing could be restored any more."""
+    place, bases = three_backups(tmp_path)
+    end = max((place / "archive" / f"g00000001.{kind}").iterdir())
+    whole = end.read_bytes()
+    end.unlink()
+    if harm != "gone":
+        end.write_bytes(harmed(whole, harm))
+    told = run("archive", "prune", place, "--keep", "0", code=int((kind, harm) != ("bases", "gone")))
+    assert not bases[0].exists()
+    assert bases[1].exists()
+    assert f"{end}: " in told or (kind, harm) == ("bases", "gone")
+    second_ms = Archive(open_archive(OsFileSystem(), str(place))).base(1, int(bases[1].name))[0].taken_ms
+    to = [] if kind == "bases" else ["--to-ts", str(second_ms)]
+    with restored(place, tmp_path / "restored", "--copy", *to, shards=1) as other:
+        assert read(other.client, "orders")[0] == {1: 0, 2: 1} | ({3: 2} if kind == "bases" else {})
+    end.write_bytes(whole)
+    run("archive", "prune", place, "--keep", "0")
+    assert sorted(path.name for path in bases[2].parent.iterdir()) == [bases[2].name], "it holds back nothing for good"
+    run("archive", "verify", place)
 
 
 def test_a_stopped_service_replaces_a_damaged_newest_base(tmp_path: Path) -> None:

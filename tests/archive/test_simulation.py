@@ -425,6 +425,102 @@ def test_a_generation_whose_end_is_damaged_holds_back_no_other_one(service: Arch
     service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
 
 
+@pytest.mark.parametrize("harm", [*HARMS, "gone"])
+def test_a_running_archiver_prunes_nothing_in_favour_of_a_base_without_its_pieces(
+    service: Archiving, harm: str
+) -> None:
+    """The newest base counted as the last moment, also when a piece that it needs was damaged. All before it went."""
+    service.world.keep_ms = 1
+    service.archiver_dies(0)
+    ship_bases(service)
+    *older, former, last = service.archive.bases(1)
+    name = piece_name(1, last)
+    whole = service.bucket.objects.pop(name)
+    if harm != "gone":
+        service.bucket.objects[name] = harmed(whole, harm)
+    service.world.clock.ms += archiver.PRUNE_MS
+    with capture_logs() as logs:
+        service.ship(0)
+    assert service.archive.bases(1) == [former, last]
+    assert older
+    assert [name in line["reason"] for line in logs if "the archive is damaged" in line["event"]] == [True]
+    with pytest.raises(ArchiveDamagedError):
+        plan(service.archive, WantedMoment(ts_ms=service.archive.base(1, last)[0].taken_ms))
+    behind = plan(service.archive, WantedMoment(ts_ms=service.archive.base(1, last)[0].taken_ms - 1))
+    assert behind.base.number == former
+    assert all(service.archive.piece(1, number) for number in behind.pieces)
+    service.bucket.objects[name] = whole
+    service.world.clock.ms += archiver.PRUNE_MS
+    service.ship(0)
+    assert service.archive.bases(1)[0] == last
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_restart_ends_a_promotion_that_has_not_reached_the_archive(service: Archiving, tells: bool) -> None:
+    """The follower had noted it without the archive, and took over from a healthy leader when that was back."""
+    rig = followed(service)
+    service.leader.answers = tells
+    service.append("a", 1, "disk")
+    rig.advance()
+    bucket = rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    bucket.is_away = True
+    rig.follower.promote.set()
+    for _ in range(3):
+        rig.follower.step()
+    bucket.is_away = False
+    rig.follower_dies()
+    for _ in range(4):
+        rig.advance()
+    assert not rig.leads
+    assert not rig.replica.note.fence_id
+
+
+def test_a_generation_stays_until_a_later_one_can_be_restored(service: Archiving) -> None:
+    """It went though nothing of the later one could be restored."""
+    ship_bases(service)
+    service.copy_directory()
+    service.append("a", 3, "disk")
+    service.ship(0)
+    service.put_copy_in_its_place()
+    for _ in range(3):
+        service.append("b", 1, "disk")
+        service.ship(0)
+    [only] = service.archive.bases(2)
+    name = piece_name(2, only)
+    whole = service.bucket.objects.pop(name)
+    last = service.archive.bases(1)[-1]
+    for _ in range(2):
+        assert [name in line for line in prune(service.archive, service.world.clock.ms + 1).damaged] == [True]
+        assert (service.archive.generations(), service.archive.bases(1)) == ([1, 2], [last])
+    assert plan(service.archive, WantedMoment(ts_ms=service.archive.base(1, last)[0].taken_ms)).base.number == last
+    service.bucket.objects[name] = whole
+    assert prune(service.archive, service.world.clock.ms + 1).damaged == []
+    assert service.archive.generations() == [2]
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
+def test_a_killed_pruning_goes_on_only_in_favour_of_what_is_whole_still(service: Archiving) -> None:
+    """The next one removed what was listed, though a piece that the other base needs was damaged by then."""
+    now_ms = ship_bases(service)
+    bases = service.archive.bases(1)
+    removed = [base_name(1, number) for number in bases[:-1]]
+    service.bucket.create(removal_name(1, 1), encode(Removal(1, removed)))
+    name = piece_name(1, bases[-1])
+    whole = service.bucket.objects.pop(name)
+    prune(service.archive, 0)
+    assert service.archive.bases(1) == bases
+    prune(service.archive, now_ms)
+    assert service.archive.bases(1) == bases[-2:]
+    service.bucket.objects[name] = whole
+    prune(service.archive, 0)
+    assert service.archive.bases(1) == bases[-1:]
+    assert service.archive.removals(1) == []
+    prune(service.archive, now_ms)
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
+
+
 def test_behind_a_damaged_newest_base_another_one_is_made(service: Archiving) -> None:
     """The service shipped nothing any more, for good."""
     ship_bases(service)

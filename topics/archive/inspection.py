@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ from topics.storage.archive_objects import (
 )
 
 Told = Callable[[int, int], None]
+_Proof = Callable[[int, int], bool]
+"""(generation, base) -> whether a restore from this base has a moment: its own."""
 _Result = TypeVar("_Result")
 
 
@@ -218,10 +221,10 @@ def gap(base: Base, pieces: Iterable[Piece]) -> int:
 
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
-    """Remove objects that only moments before `before_ms` need. The last moment always stays. So does everything from
-    the oldest base on that has a loan, because restored services still read it. A damaged object keeps all that cannot
-    be judged without it. Backups and other prunings may run meanwhile. Raise OSError: the next pruning goes on. `told`
-    hears how many objects of how many are removed.
+    """Remove objects that only moments before `before_ms` need. The last moment stays whose base and pieces can be
+    read; others go only in favour of such a base. Everything stays from the oldest base on that has a loan, because
+    restored services still read it. A damaged object keeps all that cannot be judged without it. Backups and other
+    prunings may run meanwhile. Raise OSError: the next pruning goes on. `told` hears how many objects of how many go.
     """
     removed: Counter[str] = Counter()
     return _beside_prunings(lambda: _prune(archive, before_ms, removed, told), lambda pruned: pruned.damaged)
@@ -237,7 +240,22 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
 
     every = _look(archive, tell_nobody)
     damaged = [damage for found in every for damage in found.damaged]
-    newest = max((found.generation.number for found in every if found.bases), default=0)
+    readable = {(found.generation.number, base.number): base for found in every for base in found.bases}
+
+    @cache
+    def is_proven(generation: int, base_no: int) -> bool:
+        try:
+            _prove(archive, generation, readable[generation, base_no])
+        except ArchiveDamagedError as damage:
+            if not any(line.startswith(str(damage)) for line in damaged):
+                damaged.append(f"{damage}; put it back from a copy: until then an older moment stays, too")
+            return False
+        return True
+
+    newest = max((number for number, _ in readable), default=0)
+    if len(every) > 1:
+        proven = (number for number, base_no in sorted(readable, reverse=True) if is_proven(number, base_no))
+        newest = next(proven, 0)
     for found in every:
         generation = found.generation.number
         try:
@@ -248,7 +266,9 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
         # Generations behind `newest` have no base yet. If the end of one is damaged, nobody knows when it ended.
         has_ended = not found.numbers or (found.last is not None and found.last.taken_ms < before_ms)
         is_over = generation < newest and has_ended
-        going, lent = _superfluous(archive, found, before_ms, is_over)
+        if not is_over:
+            left = [removal for removal in left if _may_go_on(found, removal, is_proven)]
+        going, lent = _superfluous(archive, found, before_ms, is_over, is_proven)
         listed = {name for removal in left for name in removal.names}
         if names := [name for name in going if name not in listed]:
             number = max((removal.number for removal in left), default=0) + 1
@@ -295,13 +315,32 @@ def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callab
     return []
 
 
-def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool) -> tuple[list[str], list[str]]:
+def _prove(archive: Archive, generation: int, base: Base) -> None:
+    """Read all pieces that the moment of a base needs. Raise ArchiveDamagedError, OSError."""
+    pieces = map(partial(archive.piece, generation), range(base.first_piece, base.number + 1))
+    if lacks := gap(base, (piece for piece, _ in pieces)):
+        place = archive.store.place(piece_name(generation, lacks))
+        raise ArchiveDamagedError(f"{place}: does not go on where piece {lacks - 1} ends")
+
+
+def _may_go_on(found: _Found, removal: Removal, is_proven: _Proof) -> bool:
+    """Return whether a removal has only files and pieces left, or a base behind its own is whole. Its pruning was
+    killed, and what that left may be damaged since.
+    """
+    last = max((base for base in map(_base_of, removal.names) if base in found.numbers), default=0)
+    later = (base.number for base in found.bases if base.number > last)
+    return not last or any(is_proven(found.generation.number, number) for number in later)
+
+
+def _superfluous(
+    archive: Archive, found: _Found, before_ms: int, is_over: bool, is_proven: _Proof
+) -> tuple[list[str], list[str]]:
     """Return (names of a generation's objects that no remaining moment and no loan needs; loans that keep others)."""
     generation, numbers, bases = found.generation.number, found.numbers, found.bases
     loans = archive.loans(generation)
-    early = [base.number for base in bases if base.taken_ms <= before_ms]
+    early = (base.number for base in reversed(bases) if base.taken_ms <= before_ms and base.number > numbers[0])
     # Bases below this number are removed. The base of this number can be read: nobody knows what others need.
-    bound = numbers[-1] + 1 if is_over and numbers else max(early, default=0)
+    bound = numbers[-1] + 1 if is_over and numbers else next((no for no in early if is_proven(generation, no)), 0)
     lent = [number for number in numbers if number < bound and number in loans]
     if lent:
         bound = max((base.number for base in bases if base.number <= lent[0]), default=0)

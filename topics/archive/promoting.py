@@ -73,11 +73,11 @@ def promote(replica: Replica, clock: Clock, by: str, accepts_loss: bool = False)
     Raise BeginAnewError if another service has taken over already, or the directory cannot get to the end of the
     history. After OSError and ArchiveDamagedError, call it again.
     """
-    begin_promotion(replica)
     generation = replica.note.generation
     replica.require_archive()
     if not replica.archive.has_generation(generation):
         raise _given_up(replica, f"generation {generation} of the archive is pruned: it goes on elsewhere")
+    begin_promotion(replica)  # not before the archive is there: until then a restart ends what a command asked for
     _close(replica, generation, replica.laid_piece, clock, by, accepts_loss)
     _close_later(replica, clock, by, accepts_loss)
     try:

@@ -90,7 +90,8 @@ once it notices. All that it had shipped is here. The rest is lost, and told: to
 
 exit codes:
   0  the service leads, and every process is ready
-  1  not promoted within the time, or refused: the service's log says why; it goes on to try
+  1  not promoted within the time, or refused: the service's log says why. After the time it goes on to try: a restart
+     ends that, unless it has begun to take over, as the message says then
   2  bad settings or usage
   3  not running
   5  it leads already"""

@@ -69,7 +69,10 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
             if status.state == "running" and status.pid is not None:
                 return Promoted(data_dir, status.pid, status.topics, round((time.monotonic() - began_s) * 1000))
         if (time.monotonic() - began_s) * 1000 > timeout_ms:
-            raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for")
+            ends = "it goes on to try, also later when the archive is back: restart the service to end that"
+            if _is_under_way(data_dir):
+                ends = "it has begun to take over, and goes on by itself, also after a restart"
+            raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for; {ends}")
         time.sleep(POLL_S)
 
 
