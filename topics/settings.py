@@ -179,7 +179,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     test_min_heartbeat_ms: Annotated[int, integer(1, 60_000, "floor of heartbeat_ms, for tests only")] = 1000
     test_kill_at: Annotated[str | None, kill_point("die there, for tests only")] = None
     accept_data_loss: Annotated[
-        bool, flag("start, or take over, in spite of damage in the middle, without what the log line says is lost")
+        bool, flag("start although a log is damaged in the middle, without what the log line says is lost")
     ] = False
 
     @property

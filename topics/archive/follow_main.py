@@ -41,8 +41,7 @@ log = get_logger()
 
 _FOLLOWING: Final = "the archive cannot be followed now"
 _PROMOTING: Final = (
-    "this service cannot take over: put the object back from a copy; or start with --accept-data-loss, to give up what"
-    " came from there on"
+    "this service cannot take over: put the object back from a copy, or restore an earlier moment (docs/archive.md)"
 )
 _FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
@@ -129,7 +128,7 @@ class Follower:
                 with self._uncounted():
                     self._tend_base()
             if is_gone or self.promote.is_set() or self._replica.note.fence_id:
-                promote(self._replica, self._clock, socket.gethostname(), self._settings.accept_data_loss)
+                promote(self._replica, self._clock, socket.gethostname())
                 log.info("this service leads from now on; it starts again", url=self._replica.note.url)
                 self.exit_code = EXIT_AGAIN
         except BeginAnewError as error:
@@ -213,8 +212,6 @@ class Follower:
                 if self.promote.is_set():
                     begin_promotion(self._replica)
                 self._tend_base()
-                if self._replica.note.fence_id and self._settings.accept_data_loss:
-                    return False  # the promotion goes on without it
             raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import count, takewhile
 
 from topics.core.clock import Clock
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, Generation, Piece, encode, piece_name
+from topics.storage.archive_objects import Archive, Generation, Piece, encode, piece_name
 from topics.storage.filesystem import FileSystem
 from topics.storage.notes import note_path
 from topics.storage.service_id import ARCHIVE_NAME, archive_place
@@ -102,31 +102,18 @@ def following_problem(archive: Archive, shards: int) -> str | None:
     return None if has == shards else f"the service there has {plural(has, 'shard')}: set TOPICS_WAL_SHARDS={has}"
 
 
-def take_over(
-    archive: Archive,
-    generation: int,
-    clock: Clock,
-    by: str,
-    by_id: str = "",
-    known: int = 0,
-    accepts_loss: bool = False,
-) -> Piece:
+def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: str = "", known: int = 0) -> Piece:
     """Close a generation with a piece that says who took over: `by` is a name for people, `by_id` the id of the service
     that goes on in this archive. The service that ships into the generation then finds the name of its next piece
     taken. What it has shipped before stays. `known` is the number of a piece that is there, since a list may be old.
-    Return the closing piece, which may be another service's. With `accepts_loss` the last piece may be damaged.
+    Return the closing piece, which may be another service's.
 
     Look for generations that were begun meanwhile after that (`Archive.has_generation`).
     Raise ArchiveDamagedError, OSError.
     """
     while True:
         number = archive.last_piece(generation, max([known, *archive.bases(generation)]))
-        last = Piece(number, 0, "", [], [])
-        try:
-            last = archive.piece(generation, number)[0] if number else last
-        except ArchiveDamagedError:
-            if not accepts_loss:
-                raise
+        last = archive.piece(generation, number)[0] if number else Piece(0, 0, "", [], [])
         if last.taken_over_by:
             return last
         closing = Piece(

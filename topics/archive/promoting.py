@@ -16,14 +16,11 @@ from topics.archive.directory_copy import DirectoryCopy
 from topics.archive.ownership import take_over
 from topics.archive.replica import BeginAnewError, Replica, begin_anew
 from topics.core.clock import Clock
-from topics.log import get_logger
 from topics.settings import Settings
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError
 from topics.storage.filesystem import FileSystem
 from topics.storage.follow_note import read_note, write_note
-
-log = get_logger()
 
 
 def role_problem(fs: FileSystem, settings: Settings) -> str | None:
@@ -65,10 +62,9 @@ def begin_promotion(replica: Replica) -> None:
         replica.keep_note(fence_id=secrets.token_hex(8))
 
 
-def promote(replica: Replica, clock: Clock, by: str, accepts_loss: bool = False) -> None:
+def promote(replica: Replica, clock: Clock, by: str) -> None:
     """Have a follower take over from its leader: close the leader's history, copy all that it has shipped, keep what it
-    has told, and note that this service leads from now on. `by` is the follower's name for people. With `accepts_loss`
-    the history may end before a damaged piece.
+    has told, and note that this service leads from now on. `by` is the follower's name for people.
 
     Raise BeginAnewError if another service has taken over already, or the directory cannot get to the end of the
     history. After OSError and ArchiveDamagedError, call it again.
@@ -78,14 +74,9 @@ def promote(replica: Replica, clock: Clock, by: str, accepts_loss: bool = False)
     if not replica.archive.has_generation(generation):
         raise _given_up(replica, f"generation {generation} of the archive is pruned: it goes on elsewhere")
     begin_promotion(replica)  # not before the archive is there: until then a restart ends what a command asked for
-    _close(replica, generation, replica.laid_piece, clock, by, accepts_loss)
-    _close_later(replica, clock, by, accepts_loss)
-    try:
-        _take_rest(replica)
-    except ArchiveDamagedError as damage:
-        if not (accepts_loss and (replica.is_damaged or replica.has_hole)):
-            raise
-        log.error("what came from a damaged object on is given up", reason=str(damage))
+    _close(replica, generation, replica.laid_piece, clock, by)
+    _close_later(replica, clock, by)
+    _take_rest(replica)
     replica.end_at_base()
     replica.sync()
     replica.homecoming.narrow()
@@ -110,9 +101,9 @@ def _take_rest(replica: Replica) -> None:
     raise replica.anew(f"{where}: the newest base is behind it") from damage
 
 
-def _close(replica: Replica, generation: int, known: int, clock: Clock, by: str, accepts_loss: bool) -> None:
+def _close(replica: Replica, generation: int, known: int, clock: Clock, by: str) -> None:
     archive, fence_id = replica.archive, replica.note.fence_id
-    closing = take_over(archive, generation, clock, by, fence_id, known, accepts_loss)
+    closing = take_over(archive, generation, clock, by, fence_id, known)
     if closing.taken_over_id == fence_id:
         return
     if closing.taken_over_id != archive.generation(generation).service_id:
@@ -128,12 +119,12 @@ def _given_up(replica: Replica, reason: str) -> BeginAnewError:
     return BeginAnewError(reason)
 
 
-def _close_later(replica: Replica, clock: Clock, by: str, accepts_loss: bool) -> None:
+def _close_later(replica: Replica, clock: Clock, by: str) -> None:
     """Close generations that the leader has begun meanwhile, for example because its directory went back."""
     archive, generation = replica.archive, replica.note.generation
     while archive.has_generation(generation + 1):
         generation += 1
-        _close(replica, generation, 0, clock, by, accepts_loss)
+        _close(replica, generation, 0, clock, by)
         pieces = range(1, archive.last_piece(generation, 0))
         if archive.bases(generation) or _has_base(archive, generation, pieces):
             raise replica.anew(f"the archive goes on with generation {generation}")
