@@ -125,6 +125,18 @@ def test_what_is_decided_for_a_topic_that_is_then_made_again_goes_with_the_forme
     assert (data(rig, "a"), data(rig, "lost"), data(rig, "b")) == ([b"next"], [b"staged"] * 2, [b"new"])
 
 
+def test_what_is_decided_for_a_topic_that_a_power_loss_took_is_published_into_the_next(rig: Rig) -> None:
+    """All or none: the other topics of the batch have their part."""
+    rig.append("a", b"next")
+    lost_id = rig.view("a").topic_id + 1
+    stages = [(stages_of(rig).make("a", "txn", lay_out([(b"", b"", b"staged", b"")]), lost_id), "a")]
+    rig.call(TxnBegin("s", 0, stages))
+    drive(rig, "s", 0, stages)
+    assert data(rig, "a") == [b"next", b"staged"]
+    rig.restart_service()
+    assert data(rig, "a") == [b"next", b"staged"]
+
+
 def test_a_late_driver_publishes_nothing_twice(rig: Rig) -> None:
     stages = stage(rig, ("a", [b"1"]), ("b", [b"2"]))
     rig.call(TxnBegin("s", 0, stages))

@@ -73,14 +73,15 @@ class Sinks:
 
     def publish(self, call: StagePublish, _frontend: int, group: Draft) -> AppendReply:
         """Append the records of a stage. If its topic was deleted and made again after the decision, its records are
-        those of the deleted topic and went with it; unless this batch itself has made the topic again.
+        those of the deleted topic and went with it; unless this batch itself has made the topic again, or the log has
+        lost the topic.
         """
         request = self.staged(call)
         if topic_id := txn_files.topic_id_of(request.frames):
             if call.name in group.made:
                 raise CommitFirst
             hosted = self._catalog.find(call.name)
-            if hosted is not None and hosted.topic.id != topic_id:
+            if hosted is not None and hosted.topic.id != topic_id and self._catalog.was_made(topic_id):
                 published = hosted.topic.idempotency.published_stages()
                 if not any((call.sink, call.batch) == (sink, batch) for sink, batch, _stages in published):
                     return AppendReply(0, 0, 0, False, True, hosted.topic.config.durability, 0, 0)

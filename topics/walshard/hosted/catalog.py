@@ -42,6 +42,8 @@ class Catalog:
         self._ids = TopicIds(shard)
         self._by_name: dict[str, Hosted] = {}
         self._by_id: dict[int, Hosted] = {}
+        self._made_ids: set[int] = set()
+        """The ids of all topics whose creation the log has, or had: also of those that were deleted."""
         self._deleted_names: set[str] = set()
 
     def __len__(self) -> int:
@@ -55,6 +57,10 @@ class Catalog:
 
     def find_id(self, topic_id: int) -> Hosted | None:
         return self._by_id.get(topic_id)
+
+    def was_made(self, topic_id: int) -> bool:
+        """False for a topic whose creation is not in the log: a power loss took it, or another service made it."""
+        return topic_id in self._made_ids
 
     def require(self, name: str) -> Hosted:
         """Return a topic, or raise `topic_not_found`."""
@@ -94,6 +100,7 @@ class Catalog:
         """Let readers see a topic whose creation is logged."""
         assert hosted.topic.name not in self._by_name
         self._by_name[hosted.topic.name] = self._by_id[hosted.topic.id] = hosted
+        self._made_ids.add(hosted.topic.id)
         hosted.announce()
 
     def _start(self, topic: Topic) -> None:
@@ -118,7 +125,8 @@ class Catalog:
     def take_over(self, fold: Fold) -> None:
         """Host the topics of a recovered log. Raise FoldError if another shard owns one, or two share a name."""
         self._deleted_names = fold.deleted_names
-        for topic_id in fold.created_ids:
+        self._made_ids = fold.created_ids
+        for topic_id in self._made_ids:
             self._ids.used(topic_id)
         for topic in fold.topics.values():
             if owner_shard(topic.name, self._shards) != self._shard:
