@@ -60,6 +60,8 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
             told = former.run("status")
             assert ("TAKEN OVER" in told.stdout, told.returncode) == (True, 1)
             assert former.status()["state"] == "taken over"
+            told = former.run("promote")
+            assert ("another service took over from it" in told.stderr, told.returncode) == (True, 1)
             assert state(new.client, "bank")["epoch"] != state(client, "bank")["epoch"]
             write(new.client, "orders", "goes on")
         former.restart()

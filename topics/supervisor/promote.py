@@ -63,6 +63,8 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
                     os.kill(pid, signal.SIGUSR1)
                     told_life = life
         elif page is not None:
+            if not told_life and page.is_taken_over:
+                raise OSError("another service took over from it: start it with --follow on an empty directory first")
             if not told_life:
                 raise NotFollowingError
             status = reader.read()
