@@ -272,7 +272,7 @@ def test_a_job_that_has_ended_may_end_so_again_and_in_no_other_way(topics: Clien
         back.nack()
         with pytest.raises(RuntimeError, match=f"job 1 of '{queue}' was acked before, so it cannot be given back now"):
             done.nack()
-        with pytest.raises(RuntimeError, match=f"job 2 of '{queue}' was given back before, so it cannot be acked now"):
+        with pytest.raises(LeaseLostError, match=f"job 2 of '{queue}' is no longer leased to this worker"):
             back.ack()
     assert not done.lost
     assert topics.get_topic(queue).count == len(JOBS) - 1
@@ -292,7 +292,7 @@ def test_an_asynchronous_job_that_has_ended_may_end_so_again_and_in_no_other_way
                 else:
                     await job.nack(60_000)
                     await job.nack()
-                    with pytest.raises(RuntimeError, match=f"job 2 of '{queue}' was given back before"):
+                    with pytest.raises(LeaseLostError, match=f"job 2 of '{queue}' is no longer leased"):
                         await job.ack()
                     break
 

@@ -86,8 +86,8 @@ class AsyncJob(_Job):
     """The end of the job, once the service has confirmed it: "acked" or "given back"."""
 
     async def ack(self) -> None:
-        """Acknowledge the job: it is done. Again does nothing. LeaseLostError when it may be done again; RuntimeError
-        after `nack`.
+        """Acknowledge the job: it is done. Again does nothing. LeaseLostError when it may be done again, as after a
+        `nack`.
         """
         self._settled = True
         if not self._has_been("acked"):
@@ -104,9 +104,13 @@ class AsyncJob(_Job):
             self._was = "given back"
 
     def _has_been(self, end: str) -> bool:
-        """Return whether the job has ended in this way. RuntimeError if it has ended in the other."""
-        if self._was not in ("", end):
-            raise RuntimeError(f"job {self.seq} of {self.topic!r} was {self._was} before, so it cannot be {end} now")
+        """Return whether the job has ended in this way. If it has ended in the other: LeaseLostError for one that was
+        given back, by the end of its loop or a `nack`, and RuntimeError for one that is done.
+        """
+        if (self._was, end) == ("given back", "acked"):
+            raise LeaseLostError(self.topic, self.seq)
+        if (self._was, end) == ("acked", "given back"):
+            raise RuntimeError(f"job {self.seq} of {self.topic!r} was acked before, so it cannot be given back now")
         return self._was == end
 
     async def __aenter__(self) -> Self:
