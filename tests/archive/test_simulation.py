@@ -905,7 +905,9 @@ def test_a_segment_that_cannot_be_read_is_told_and_keeps_no_moment_back(
     [told] = [line for line in logs if line["log_level"] == "error"]
     assert told["event"].endswith("moments are shipped" if is_based else "nothing new can be restored until then")
     reason = (
-        f"{data}: was replaced or removed, and the newest snapshot lists it" if is_missing else f"directory: '{data}'"
+        f"{data}: was replaced or removed, and the newest snapshot lists it"
+        if is_missing
+        else f"{data}: Is a directory"
     )
     assert reason in told["reason"]
     assert service.archive.bases(1) == bases
