@@ -183,11 +183,15 @@ def test_every_code_has_its_status_and_envelope(code: str) -> None:
 
 
 def test_query_parameters() -> None:
-    query = QueryParams("a=true&b=0&n=18446744073709551615&bad=yes&neg=-1&big=18446744073709551616&e=&a=false&d=%D9%A3")
+    query = QueryParams(
+        "a=true&b=0&n=18446744073709551615&bad=yes&neg=-1&big=18446744073709551616&e=&d=%D9%A3&two=1&two=0"
+    )
     assert (flag(query, "a", False), flag(query, "b", True), flag(query, "none", True)) == (True, False, True)
     assert (count(query, "n", 5), count(query, "none", 5)) == (2**64 - 1, 5)
     with pytest.raises(TopicsError, match=r"\?bad"):
         flag(query, "bad", True)
-    for name in ("neg", "big", "e", "bad", "d"):
+    with pytest.raises(TopicsError, match=r"\?two is there 2 times"):
+        flag(query, "two", False)
+    for name in ("neg", "big", "e", "bad", "d", "two"):
         with pytest.raises(TopicsError, match=rf"\?{name}"):
             count(query, name, 5)

@@ -167,7 +167,7 @@ async def list_routers(routes: RouterRoutes, query: dict[str, str], size: int, c
     async def page(*_: object) -> tuple[int, str]:
         return size, "r-0003"
 
-    request: Any = SimpleNamespace(query=query, caller=caller, list_page=page)
+    request: Any = SimpleNamespace(query=QueryParams(query), caller=caller, list_page=page)
     answer: dict[str, Any] = (await endpoint.__wrapped__(routes, request)).answer
     return answer
 
