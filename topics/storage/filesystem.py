@@ -24,6 +24,8 @@ from typing import Any, Final, Protocol
 
 from topics.storage.frame import Bytes
 
+NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""Errors of a write on a disk that is full, or whose user has no more of it."""
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 _SYNCFS_REPORTS_ERRORS: Final = (5, 8)
 _WRITE: Final = 2
@@ -37,9 +39,6 @@ def said(error: Exception) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
-NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 def way_to_write(error: OSError) -> str:
