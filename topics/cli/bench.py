@@ -111,12 +111,13 @@ def _reader(client: Client, topic: str) -> Iterator[int]:
 
 def measure(phase: str, works: Sequence[Work], options: argparse.Namespace) -> dict[str, Any]:
     """Repeat each work in a thread of its own; return the figures of the requests after the warm-up."""
-    stop = Event()
+    begin, stop = Event(), Event()
     span_s = options.warm_up_s + options.seconds
     end_s = time.perf_counter() + span_s
 
     def repeat(work: Work) -> list[tuple[float, int]]:
         samples, ended_s = [], 0.0
+        begin.wait()
         while not stop.is_set():
             began_s = time.perf_counter()
             records = work()
@@ -130,11 +131,14 @@ def measure(phase: str, works: Sequence[Work], options: argparse.Namespace) -> d
     style: dict[str, Any] = {"desc": phase, "bar_format": "{desc} {bar}| {remaining} left"}
     with ThreadPoolExecutor(len(works)) as pool, progress("s", span_s, **style) as bar:
         try:
+            # A signal may break off the start of a thread, and nobody waits for that one: so none asks before `begin`.
             threads = [pool.submit(repeat, work) for work in works]
+            begin.set()
             while wait(threads, _TICK_S).not_done:
                 bar.update(min(_TICK_S, max(0.0, span_s - bar.n)))
         finally:
             stop.set()
+            begin.set()
     return figures_of(phase, [sample for thread in threads for sample in thread.result()], options.seconds)
 
 
