@@ -15,7 +15,9 @@ import pytest
 import structlog
 from httpx._transports import default as transports
 
+from tests import harness
 from tests.buckets import SERVERS, ObjectServer, Proxy
+from tests.forks import Forks
 from tests.harness import Service, open_services
 
 # Its deadline of 200 ms for an example is one for the machine, which may stand still for longer.
@@ -66,6 +68,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_configure(config: Any) -> None:
+    harness.forks = Forks()
     # A run ended by SIGTERM takes its fixtures down, as one ended by Ctrl-C does. That is ignored by what a shell has
     # started in the background, and by all that is started by it: also by what a test interrupts.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import psutil
 
+from tests.forks import Fork, Forks
 from topics.shm.shm_names import identity
 
 COMMAND = Path(sys.executable).with_name("topics-supervisor")
@@ -36,6 +37,7 @@ STOP_GRACE_MS = 30_000
 the test, and a machine that stands still for some seconds is no reason for that.
 """
 STOP_MARGIN_S = 10.0
+RUN_MAX_S = 240.0
 HEAL_DEADLINE_S = 60.0
 LOG_TAIL_BYTES = 16_384
 SETTINGS = dict(pair.split("=", 1) for pair in os.environ.get("SERVICE_SETTINGS", "").split())
@@ -44,6 +46,9 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 Result = TypeVar("Result")
+
+forks: Forks | None = None
+"""Starts the programs if it is there, as in a run of pytest (tests/conftest.py)."""
 
 # Every service that a test has started and not yet put away: a failing test shows their logs.
 open_services: list[Service] = []
@@ -123,10 +128,10 @@ class Service:
         env: Mapping[str, str] | None = None,
         cpus: set[int] | None = None,
         data_dir: Path | None = None,
-        command: Path = COMMAND,
+        command: Path | None = None,
     ) -> None:
         """`data_dir` is made below the temporary directory unless given; a given one is the caller's to remove.
-        `command` is the `topics-supervisor` to run, which may be of another version.
+        `command` is the `topics-supervisor` to run, which may be of another version; it is never a fork then.
         """
         self.root = Path(tempfile.mkdtemp(prefix="topics-test-"))
         self.data_dir = data_dir or self.root / "data"
@@ -141,7 +146,7 @@ class Service:
         self.env.setdefault("TOPICS_SHUTDOWN_GRACE_MS", str(STOP_GRACE_MS))
         self._cpus = cpus
         self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Fork | None = None
         self._client: httpx.Client | None = None
         self._placeholder: socket.socket | None = None
         open_services.append(self)
@@ -155,16 +160,7 @@ class Service:
         if not self.port:
             self._take_port()
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [str(self._command), "run"],
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.root,
-                start_new_session=True,
-                preexec_fn=_stop_with_parent,  # noqa: PLW1509 - one system call, no lock that a thread could hold
-            )
+            self._process = self._begin("run", log=log.fileno())
         if self._cpus:
             # In time: the interpreter has not got as far as forking children, which inherit it.
             psutil.Process(self._process.pid).cpu_affinity(sorted(self._cpus))
@@ -173,6 +169,27 @@ class Service:
         if wait_ready:
             poll("/v0/ready to be 200", self.is_ready, START_DEADLINE_S)
         return self
+
+    def _begin(self, *arguments: str, log: int) -> subprocess.Popen[bytes] | Fork:
+        environment = self.environment()
+        with open(os.devnull) as nothing:
+            if (forks := self._forks()) is not None:
+                given = nothing.fileno()
+                return forks.start(arguments, env=environment, cwd=self.root, stdin=given, stdout=log, stderr=log)
+            return subprocess.Popen(
+                [str(self._command or COMMAND), *arguments],
+                env=environment,
+                stdin=nothing,
+                stdout=log,
+                stderr=log,
+                cwd=self.root,
+                start_new_session=True,
+                preexec_fn=_stop_with_parent,  # noqa: PLW1509 - one system call, no lock that a thread could hold
+            )
+
+    def _forks(self) -> Forks | None:
+        """Return None if a new process has to be started: for another program, and for variables that are not ours."""
+        return forks if self._command is None and all(name.startswith("TOPICS_") for name in self.env) else None
 
     def _take_port(self) -> None:
         """Any, for all lives of this service: nobody else is given it while the service is down."""
@@ -308,15 +325,18 @@ class Service:
 
     def run(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """`topics-supervisor <arguments>` with this service's environment."""
-        return subprocess.run(
-            [str(self._command), *arguments],
-            env=self.environment() | dict(env or {}),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            cwd=self.root,
-        )
+        environment = self.environment() | dict(env or {})
+        forks = self._forks()
+        if forks is None or env:
+            command = [str(self._command or COMMAND), *arguments]
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=RUN_MAX_S, check=False, cwd=self.root
+            )
+        with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+            code = forks.start(arguments, env=environment, cwd=self.root, **streams).wait(RUN_MAX_S)
+            written = [(file.seek(0), file.read())[1] for file in (out, err)]
+            return subprocess.CompletedProcess(arguments, code, *written)
 
     def said(self) -> list[dict[str, Any]]:
         """The lines of its log so far; one that is just being written is none yet."""
@@ -395,7 +415,7 @@ class Service:
         assert process.poll() is None, f"ended by itself with exit code {process.returncode}\n{self.log_tail()}"
         return self.port_file.read_text() if self.port_file.exists() else None
 
-    def _running_process(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes] | Fork:
         assert self._process is not None, "the service is not started"
         return self._process
 

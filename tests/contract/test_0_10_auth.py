@@ -30,7 +30,7 @@ from tests.contract.auth_table import (
 )
 from tests.contract.stream import Stream, until_streams_are_over, watch
 from tests.contract.working import Work
-from tests.harness import Service
+from tests.harness import COMMAND, Service
 
 MARKER = f"s3cr3t{os.urandom(6).hex()}"
 AWKWARD = MARKER + "+a%2Bb?&=#|'\""
@@ -61,7 +61,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "TOPICS_LOG_LEVEL": "debug",
         "TOPICS_TEST_MIN_HEARTBEAT_MS": "20",
     }
-    with Service(env=env) as running:
+    with Service(env=env, command=COMMAND) as running:  # whose own command line a test looks at
         yield running
 
 

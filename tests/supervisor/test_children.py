@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from topics.supervisor.children import RESTART_DELAY_MS, STABLE_AFTER_MS, RestartDelay, show_exit
+from topics.supervisor.children import RESTART_DELAY_MS, STABLE_AFTER_MS, RestartDelay
+from topics.supervisor.signals import show_exit
 
 
 def test_the_first_death_is_restarted_at_once_the_others_ever_later() -> None:
@@ -50,7 +51,8 @@ def test_a_child_ends_where_it_began(body: str, exit_code: int) -> None:
     program = f"""
 import os, sys
 from topics.log import configure_log
-from topics.supervisor.children import exit_code_of, fork
+from topics.supervisor.children import fork
+from topics.supervisor.signals import exit_code_of
 def main():
     {body}
 configure_log("error", "json")
@@ -65,7 +67,8 @@ def test_a_hangup_waits_until_the_child_wants_it() -> None:
     program = """
 import os, signal
 from topics.log import configure_log
-from topics.supervisor.children import exit_code_of, fork
+from topics.supervisor.children import fork
+from topics.supervisor.signals import exit_code_of
 def main():
     os.kill(os.getpid(), signal.SIGHUP)
     assert signal.SIGHUP in signal.sigpending()

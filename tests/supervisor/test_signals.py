@@ -13,7 +13,7 @@ from tests.harness import poll
 
 ONE_AFTER_THE_OTHER = """
 import os, signal
-from topics.supervisor.supervision import Signals
+from topics.supervisor.signals import Signals
 with Signals() as signals:
     assert signals.wait(0) is None
     os.kill(os.getpid(), signal.SIGHUP)
@@ -23,7 +23,7 @@ with Signals() as signals:
 """
 ASKED_AGAIN_AT_THE_END = """
 import os, signal, sys
-from topics.supervisor.supervision import Signals
+from topics.supervisor.signals import Signals
 with Signals():
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
@@ -56,7 +56,7 @@ def test_nor_does_one_that_comes_while_the_interpreter_ends() -> None:
 
 STOPPED_NOW_AND_THEN = """
 import os, sys
-from topics.supervisor.supervision import Signals
+from topics.supervisor.signals import Signals
 with Signals() as signals:
     print("waits", flush=True)
     while not os.path.exists(sys.argv[1]):

@@ -263,6 +263,12 @@ class ControlPage:
         skipped = Role.COMPACTOR if self.follows else None
         return {key: cell for key, cell in self._cells.items() if key[0] is not skipped}
 
+    def all_use_newest_keys(self) -> bool:
+        """True if every frontend uses the newest keys. A frontend that does not run will start with them."""
+        serial, silent = self.header.get("keys_serial"), (ProcessState.NONE, ProcessState.DEAD, ProcessState.STOPPED)
+        cells = [self.cell(Role.FRONTEND, index) for index in range(self.frontends)]
+        return all(cell.get("keys_serial") >= serial or cell.supervisor.get("state") in silent for cell in cells)
+
     @staticmethod
     def size_bytes(shards: int, frontends: int) -> int:
         return CELL_WORDS * 8 * (3 + shards + frontends)

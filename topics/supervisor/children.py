@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -15,8 +14,9 @@ from topics.core.clock import Clock, doubled_ms
 from topics.core.keys import KeyRing
 from topics.log import get_logger, identify
 from topics.settings import Settings
-from topics.shm.control import EXIT_REFUSED, Cell, ProcessState
+from topics.shm.control import Cell, ProcessState
 from topics.shm.instance import SharedMemory
+from topics.supervisor.signals import show_exit
 
 EXIT_CRASHED: Final = 70
 """Exit code of a child whose main raised; the log has the traceback."""
@@ -133,21 +133,6 @@ class Child:
         if self._cell is not None:
             for field, value in fields.items():
                 self._cell.set(field, value)
-
-
-def exit_code_of(wait_status: int) -> int:
-    """Return the exit code, for a signal 128 + its number, as shells do."""
-    code = os.waitstatus_to_exitcode(wait_status)
-    return code if code >= 0 else 128 - code
-
-
-def show_exit(exit_code: int) -> str:
-    """Return `SIGKILL` for 137, `refused (78)` for EXIT_REFUSED, else the number."""
-    if exit_code == EXIT_REFUSED:
-        return f"refused ({EXIT_REFUSED})"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(exit_code - 128).name
-    return str(exit_code)
 
 
 def fork(name: str, index: int, main: Callable[[], int]) -> int:

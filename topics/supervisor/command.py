@@ -11,40 +11,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Thread
 from typing import Any, Final, NoReturn
 
 import msgspec
 
 from topics import __version__
 from topics.core.clock import SystemClock
-from topics.setting_values import overlap, show_bytes
-from topics.settings import (
-    COMMAND_LINE_ONLY,
-    PREFIX,
-    SECRET,
-    VARIABLES,
-    Settings,
-    SettingsError,
-    is_loopback,
-    load,
-    read_keys,
-)
+from topics.setting_values import show_bytes
+from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load, read_keys
 from topics.shm.control import ProcessState
 from topics.storage.filesystem import said
 from topics.storage.lock import running_supervisor
-from topics.supervisor.check import check
-from topics.supervisor.children import ChildMains
-from topics.supervisor.listeners import AddressError, inherited
-from topics.supervisor.main import StartError, serve
-from topics.supervisor.notify import Notify, all_use_newest_keys
-from topics.supervisor.promote import NotFollowingError, promote
+from topics.supervisor.signals import Signals
 from topics.supervisor.status import Status, StatusReader, render
-from topics.supervisor.supervision import Signals
 from topics.terminal import CLEAR, SHELLS, OptionParser, completions, paint_for
 from topicsd import guarded
 
-EXIT_CANNOT_START: Final = 1
+EXIT_IN_THE_WAY: Final = 1
 EXIT_BAD_SETTINGS: Final = 2
 EXIT_DEGRADED: Final = 1
 EXIT_NOT_RUNNING: Final = 3
@@ -53,7 +36,6 @@ EXIT_LEADS: Final = 5
 STOP_MARGIN_MS: Final = 5_000
 RELOAD_TIMEOUT_MS: Final = 10_000
 PROMOTE_TIMEOUT_MS: Final = 60_000
-PLACES_TIMEOUT_S: Final = 5.0
 RATE_SAMPLE_S: Final = 0.1
 POLL_MS: Final = 10
 WATCH_INTERVAL_MS: Final = 1_000
@@ -119,79 +101,21 @@ def _flags(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
-    try:
-        listeners = inherited(os.environ)
-        if listeners:
-            # Check the settings with the addresses of these sockets: an address that others can reach needs keys.
-            addresses = [listener.getsockname() for listener in listeners]
-            host, port, *_ = next((address for address in addresses if not is_loopback(address[0])), addresses[0])
-            settings = load(os.environ, _flags(options) | {"host": host, "port": str(port)})
-        for name in SECRET:
-            # The settings have a digest of the secret. The children must not inherit the secret itself.
-            os.environ.pop(PREFIX + name.upper(), None)
-        _require_apart(settings)
-        return serve(settings, _child_mains(), _make_notify(), inherited=listeners)
-    except (AddressError, StartError) as refusal:
-        print(f"topics-supervisor: cannot start: {refusal}", file=sys.stderr)
-        return EXIT_CANNOT_START
+    from topics.supervisor.run_command import run  # with a web framework, which the other commands must not wait for
 
-
-def _require_apart(settings: Settings) -> None:
-    """Raise StartError if an archive lies in the data directory, or around it. A disk that hangs holds up no start
-    for long: the service starts without its archive, too.
-    """
-    found: list[str] = []
-
-    def look() -> None:
-        for place in filter(None, (settings.archive_url, settings.follow)):
-            if problem := overlap(settings.data_dir, place):
-                found.append(f"the archive {place}: {problem}")
-
-    thread = Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(PLACES_TIMEOUT_S)
-    if found:
-        raise StartError(found[0])
-
-
-def _make_notify() -> Notify:
-    bar = None
-    if sys.stderr.isatty():
-        from topics.supervisor.start_bar import StartBar
-
-        bar = StartBar()
-    return Notify.of(os.environ, SystemClock(), bar)
-
-
-def _child_mains() -> ChildMains:
-    """Import the mains of the service. Only here, because `status` and `stop` must not wait for a web framework."""
-    from topics.archive.follow_main import run as run_follower
-    from topics.archive.main import run as run_archiver
-    from topics.compactor.main import run as run_compactor
-    from topics.frontend.main import run as run_frontend
-    from topics.supervisor import preparing
-    from topics.walshard.main import run as run_walshard
-
-    return ChildMains(
-        frontend=run_frontend,
-        walshard=run_walshard,
-        compactor=run_compactor,
-        archiver=run_archiver,
-        follower=run_follower,
-        reshard=preparing.run,
-        needs_reshard=preparing.is_needed,
-        take_role=preparing.take_role,
-    )
+    return run(settings, os.environ, _flags(options))
 
 
 def _check(settings: Settings, options: argparse.Namespace) -> int:
+    from topics.supervisor.check import check
+
     read_keys(settings)
     findings = check(settings)
     if options.json:
         print(msgspec.json.encode(findings).decode())
     for subject, problem in [] if options.json else findings:
         print(f"{'ok  ' if problem is None else 'FAIL'} {subject}" + (f": {problem}" if problem else ""))
-    return EXIT_CANNOT_START if any(finding.problem for finding in findings) else 0
+    return EXIT_IN_THE_WAY if any(finding.problem for finding in findings) else 0
 
 
 def _status(settings: Settings, options: argparse.Namespace) -> int:
@@ -261,6 +185,8 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _promote(settings: Settings, options: argparse.Namespace) -> int:
+    from topics.supervisor.promote import NotFollowingError, promote
+
     try:
         promoted = promote(settings.data_dir, options.timeout_ms)
     except NotFollowingError:
@@ -317,7 +243,7 @@ def reload(data_dir: str, timeout_ms: int) -> int | None:
             if page is not None and page.header.get("reloads") != reloads:
                 if page.header.get("keys_serial") == serial:
                     raise ReloadRefused
-                if all_use_newest_keys(page):
+                if page.all_use_newest_keys():
                     return pid
             elif (
                 page is None

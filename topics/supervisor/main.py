@@ -27,7 +27,8 @@ from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortag
 from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, listen_for, port_of, share, show, write_port_file
 from topics.supervisor.notify import Notify
-from topics.supervisor.supervision import EXIT_OK, STOP, Signals, Supervisor
+from topics.supervisor.signals import STOP, Signals
+from topics.supervisor.supervision import EXIT_OK, Supervisor
 
 LOCK_RETRY_MS: Final = 50
 LOCK_BRIEF_MS: Final = 500

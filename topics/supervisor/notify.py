@@ -34,7 +34,6 @@ EXTENDED_BY_MS: Final = 60_000
 """Time by which each progress extends the start: no replay goes that long without progress, even on a slow disk."""
 
 RELOAD_EVERY_MS: Final = 20
-_WITHOUT_CONNECTIONS: Final = (ProcessState.NONE, ProcessState.DEAD, ProcessState.STOPPED)
 
 log = get_logger()
 
@@ -81,7 +80,7 @@ class Announcements:
             elif (progress := _progress(page, states)) != self._progress:
                 self._progress = progress
                 lines.append(f"EXTEND_TIMEOUT_USEC={EXTENDED_BY_MS * 1000}")
-        elif self.reloading and all_use_newest_keys(page):
+        elif self.reloading and page.all_use_newest_keys():
             self.reloading = False
             lines.append("READY=1")
         status = f"no heartbeat of {', '.join(hanging)}" if hanging else _words(page, states)
@@ -165,15 +164,6 @@ class Notify:
         else:
             self._unsaid = {}
             self._refused = False
-
-
-def all_use_newest_keys(page: ControlPage) -> bool:
-    """True if every frontend uses the newest keys. A frontend that does not run will start with them."""
-    serial = page.header.get("keys_serial")
-    cells = [page.cell(Role.FRONTEND, index) for index in range(page.frontends)]
-    return all(
-        cell.get("keys_serial") >= serial or cell.supervisor.get("state") in _WITHOUT_CONNECTIONS for cell in cells
-    )
 
 
 def _progress(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> int:

@@ -20,8 +20,8 @@ from topics.shm import shm_names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, latency_quantile_us
 from topics.storage.filesystem import WritePath
 from topics.storage.lock import holder_pid, is_running, may_hold
-from topics.supervisor.children import show_exit
 from topics.supervisor.listeners import show
+from topics.supervisor.signals import show_exit
 from topics.terminal import Cell, Paint, Styled, duration, plain, plural, table
 
 _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)

@@ -11,7 +11,7 @@ import signal
 import socket
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Self
+from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.keys import KeyRing
@@ -19,33 +19,10 @@ from topics.log import get_logger
 from topics.settings import Settings, SettingsError, read_keys
 from topics.shm.control import EXIT_AGAIN, EXIT_NEXT_LIFE, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
-from topics.supervisor.children import Child, ChildMains, exit_code_of
+from topics.supervisor.children import Child, ChildMains
 from topics.supervisor.listeners import close_all
 from topics.supervisor.notify import Notify
-
-STOP: Final = frozenset({signal.SIGTERM, signal.SIGINT})
-_WATCHED: Final = STOP | {signal.SIGHUP, signal.SIGCHLD}
-
-
-class Signals:
-    """Blocks the watched signals while it is entered, and returns them one by one."""
-
-    def __enter__(self) -> Self:
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        # A second stop request must not change the exit code of the finished stop, not even while the interpreter ends.
-        # To ignore a signal also drops it if it is pending.
-        for number in STOP:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
-
-    def wait(self, timeout_ms: int) -> signal.Signals | None:
-        """Return the next signal, None after the time-out. CPython invents one after a SIGSTOP; that counts as none."""
-        info = signal.sigtimedwait(_WATCHED, max(0, timeout_ms) / 1000)
-        return signal.Signals(info.si_signo) if info is not None and info.si_signo in _WATCHED else None
-
+from topics.supervisor.signals import STOP, Signals, exit_code_of
 
 EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4

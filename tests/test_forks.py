@@ -1,0 +1,70 @@
+"""A program that is forked is used as one that is started: its exit code, its output, its signals, its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import harness
+from tests.forks import Fork, Forks
+from tests.harness import Service, is_running, poll
+
+
+def begin(forks: Forks, tmp_path: Path, *arguments: str, **environ: str) -> tuple[Fork, Path]:
+    written = tmp_path / "written"
+    with written.open("wb") as file, open(os.devnull) as nothing:
+        streams = {"stdin": nothing.fileno(), "stdout": file.fileno(), "stderr": file.fileno()}
+        return forks.start(arguments, env=environ, cwd=tmp_path, **streams), written
+
+
+def open_files(pid: int) -> set[str]:
+    return {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+
+
+@pytest.fixture
+def forks() -> Forks:
+    assert harness.forks is not None
+    return harness.forks
+
+
+def test_it_says_what_the_command_says(forks: Forks, tmp_path: Path) -> None:
+    for arguments in (("status", "--data-dir", "none"), ("--version",), ("stop", "--help"), ("run", "--port", "x")):
+        fork, written = begin(forks, tmp_path, *arguments, COLUMNS="80")
+        command = [harness.COMMAND, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env={"COLUMNS": "80"}, capture_output=True, check=False)
+        assert (fork.wait(), written.read_bytes()) == (done.returncode, done.stdout + done.stderr)
+        assert fork.poll() == fork.wait() == done.returncode
+
+
+def test_it_has_only_the_environment_and_the_descriptors_that_it_is_given(forks: Forks, tmp_path: Path) -> None:
+    with Service(shards=1, frontends=1) as first, Service(shards=1, frontends=1) as second:
+        assert {fd for fd in open_files(first.pid) & open_files(second.pid) if "anon_inode" not in fd} == {os.devnull}
+        assert os.getsid(second.pid) == second.pid
+        assert os.readlink(f"/proc/{second.pid}/cwd") == str(second.root)
+    fork, written = begin(forks, tmp_path, "status", TOPICS_DATA_DIR=str(tmp_path / "some"))
+    assert fork.wait() == 3
+    assert "some" in written.read_text()
+
+
+def test_it_ends_by_a_signal_and_is_no_zombie(forks: Forks, tmp_path: Path) -> None:
+    fork, _ = begin(forks, tmp_path, "run", "--port", "0", "--data-dir", "data")
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.01)
+    assert fork.poll() is None
+    fork.kill()
+    assert fork.wait() == -signal.SIGKILL
+    assert not psutil.pid_exists(fork.pid)
+    fork.kill()  # its number may be another one's
+
+
+def test_no_fork_outlives_its_server(tmp_path: Path) -> None:
+    forks = Forks()
+    fork, _ = begin(forks, tmp_path, "run", "--port", "0", "--data-dir", "data")
+    family = [fork.pid, *(one.pid for one in psutil.Process(fork.pid).children(recursive=True))]
+    forks.close()
+    poll("all to end", lambda: not any(is_running(pid) for pid in family))
