@@ -74,7 +74,7 @@ def example(name: str, service: Service, output: IO[bytes], *arguments: str) -> 
 def committed_head_seq(service: Service) -> int | None:
     """The head as a reader sees it; None while it cannot be asked."""
     try:
-        answer = httpx.get(f"{service.url}/v0/topics/{TOPIC}?touch=false", timeout=2.0)
+        answer = service.client.get(f"/v0/topics/{TOPIC}?touch=false", timeout=2.0)
     except httpx.TransportError:
         return None
     return int(answer.json()["head_seq"]) if answer.status_code == 200 else None
@@ -88,7 +88,7 @@ def reach(service: Service, head_seq: int, replay: subprocess.Popen[bytes]) -> i
         head = committed_head_seq(service)
         return head if head is not None and head >= head_seq else None
 
-    return poll(f"the head to reach {head_seq}", reached, ROUND_DEADLINE_S, every_s=0.002)
+    return poll(f"the head to reach {head_seq}", reached, ROUND_DEADLINE_S)
 
 
 def complaint(process: subprocess.Popen[bytes]) -> str:

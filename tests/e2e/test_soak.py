@@ -48,15 +48,19 @@ def test_a_leak_of_a_mib_a_minute_is_seen_and_a_sawtooth_is_none(leak_mib_per_mi
         assert (growth > GROWTH_MAX_BYTES_PER_MIN) is (leak_mib_per_min > 0), (seed, growth / MIB)
 
 
-@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.timeout(7 * SECONDS + 360)
 def test_mixed_load_leaves_nothing_behind() -> None:
-    # Small rings: what the floods bring does not fit.
-    with Service(wal_file_bytes=None, env={"TOPICS_RING_BYTES": "65536"}) as service:
-        named = {process["pid"]: f"{process['role']} {process['index']}" for process in service.status()["processes"]}
-        soaked = soak(Soak(service.port, service.family(), service.shared_memory(), SECONDS))
-        status = service.status()
-        waited = held_by_frontends(service, "ring_full")
-        assert not soaked.odd, "\n".join(soaked.odd[:20])  # in here: the service's log is shown
+    for seconds in (SECONDS, 2 * SECONDS, 4 * SECONDS):
+        # Small rings: what the floods bring does not fit.
+        with Service(wal_file_bytes=None, env={"TOPICS_RING_BYTES": "65536"}) as service:
+            processes = service.status()["processes"]
+            named = {process["pid"]: f"{process['role']} {process['index']}" for process in processes}
+            soaked = soak(Soak(service.port, service.family(), service.shared_memory(), seconds))
+            status = service.status()
+            waited = held_by_frontends(service, "ring_full")
+            assert not soaked.odd, "\n".join(soaked.odd[:20])  # in here: the service's log is shown
+        if min(soaked.delivered, waited, soaked.stalls, soaked.stalled_over):
+            break  # else the machine had no time for all of it
     assert soaked.delivered > 0
     assert waited > 0, "the rings were never full"
     assert soaked.stalls > 0
