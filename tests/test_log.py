@@ -9,6 +9,9 @@ import sys
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
+
+from topics.log import SparseLines
 
 PROGRAM = """
 import logging
@@ -80,3 +83,19 @@ def test_a_log_that_cannot_be_written_ends_nobody(to: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=stderr, check=False)
     os.close(stderr)
     assert (done.returncode, done.stdout) == (0, b"went on\n")
+
+
+def test_lines_that_requests_can_cause_are_counted_between_those_that_are_written() -> None:
+    now_s = 0.0
+    lines = SparseLines(60, lambda: now_s)
+    with capture_logs() as written:
+        for now_s in (0.0, 1.0, 59.0, 60.0, 61.0, 120.0):
+            lines.warning("one more", at_s=now_s)
+        now_s = 180.0
+        lines.error("another", at_s=now_s)
+    assert [(line["log_level"], line["at_s"], line["more_like_it"]) for line in written] == [
+        ("warning", 0.0, 0),
+        ("warning", 60.0, 2),
+        ("warning", 120.0, 1),
+        ("error", 180.0, 0),
+    ]

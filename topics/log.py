@@ -91,6 +91,16 @@ class SparseLines:
         left_out, self._left_out = self._left_out, 0
         return left_out
 
+    def error(self, event: str, **values: Any) -> None:
+        """Log an error, or count it."""
+        if (left_out := self.left_out()) is not None:
+            get_logger().error(event, **values, more_like_it=left_out)
+
+    def warning(self, event: str, **values: Any) -> None:
+        """Log a warning, or count it."""
+        if (left_out := self.left_out()) is not None:
+            get_logger().warning(event, **values, more_like_it=left_out)
+
 
 class LastingFailures:
     """Failures that a loop meets in each turn for as long as something lasts, as a full disk. The first of an event is

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -297,6 +298,37 @@ def test_an_asynchronous_job_that_has_ended_may_end_so_again_and_in_no_other_way
                     break
 
     asyncio.run(run())
+    assert topics.get_topic(queue).count == len(JOBS) - 1
+
+
+def test_a_job_that_is_ended_twice_at_once_has_one_end(service: Service, topics: Client, queue: str) -> None:
+    """Each call sent a request of its own, and the second one found the lease gone."""
+
+    async def run() -> None:
+        async with AsyncClient(service.url) as client:
+            async for job in client.queue(queue).work():
+                if job.seq == 1:
+                    await asyncio.gather(job.ack(), job.ack(), job.ack())
+                elif job.seq == 2:
+                    acked, given_back = await asyncio.gather(job.ack(), job.nack(), return_exceptions=True)
+                    assert acked is None
+                    assert isinstance(given_back, RuntimeError)
+                else:
+                    await asyncio.gather(job.nack(60_000), job.nack(60_000))
+                    break
+
+    asyncio.run(run())
+    assert topics.get_topic(queue).count == len(JOBS) - 2
+
+
+def test_a_job_that_threads_end_at_once_has_one_end(topics: Client, queue: str) -> None:
+    jobs = topics.queue(queue).work()
+    for end in (Job.ack, Job.nack):
+        job = next(jobs)
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(end, job) for _ in range(8)]:
+                done.result()
+    jobs.close()
     assert topics.get_topic(queue).count == len(JOBS) - 1
 
 

@@ -60,6 +60,8 @@ def asked(
         ({"Upgrade": None}, 426, "upgrade_required"),
         ({"Upgrade": "teapot"}, 426, "upgrade_required"),
         ({"Connection": None}, 426, "upgrade_required"),
+        ({"Authorization": "Bearer a\r\nAuthorization: Bearer b"}, 400, "invalid_request"),
+        ({"Last-Event-ID": "a\r\nLast-Event-ID: b"}, 400, "invalid_request"),
     ],
     ids=str,
 )
@@ -121,15 +123,25 @@ def test_refused_handshakes_leave_no_connection_behind(spoken: Service) -> None:
     poll("every connection to be closed", lambda: not open_connections())
 
 
-@pytest.mark.parametrize("version", ["12", None])
-def test_over_http2(spoken: Service, version: str | None) -> None:
+@pytest.mark.parametrize(
+    ("more", "status", "code"),
+    [
+        ([("sec-websocket-version", "12")], "426", "upgrade_required"),
+        ([], "426", "upgrade_required"),
+        (
+            [("sec-websocket-version", "13"), ("authorization", "Bearer a"), ("authorization", "Bearer b")],
+            "400",
+            "invalid_request",
+        ),
+    ],
+    ids=str,
+)
+def test_over_http2(spoken: Service, more: list[tuple[str, str]], status: str, code: str) -> None:
     """RFC 8441: `:protocol` in place of Upgrade, and no key."""
     h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
     h2c.initiate_connection()
     headers = [(":method", "CONNECT"), (":protocol", "websocket"), (":scheme", "http"), (":path", "/v0/ws")]
-    headers.append((":authority", "localhost"))
-    if version is not None:
-        headers.append(("sec-websocket-version", version))
+    headers += [(":authority", "localhost"), *more]
     answer: dict[str, str] = {}
     body = b""
     with socket.create_connection(("127.0.0.1", spoken.port), timeout=15) as raw:
@@ -151,16 +163,16 @@ def test_over_http2(spoken: Service, version: str | None) -> None:
         h2c.send_headers(3, about)
         h2c.end_stream(3)
         raw.sendall(h2c.data_to_send())
-        status = None
-        while status is None:
+        health = None
+        while health is None:
             for event in h2c.receive_data(raw.recv(65536)):
                 if isinstance(event, h2.events.ResponseReceived) and event.stream_id == 3:
-                    status = {str(name): str(value) for name, value in event.headers}[":status"]
-    assert answer[":status"] == "426"
-    assert answer["sec-websocket-version"] == "13"
+                    health = {str(name): str(value) for name, value in event.headers}[":status"]
+    assert answer[":status"] == status
+    assert answer.get("sec-websocket-version") == ("13" if status == "426" else None)
     assert "connection" not in answer
-    envelope(body, answer["content-type"], "upgrade_required")
-    assert status == "200"
+    envelope(body, answer["content-type"], code)
+    assert health == "200"
 
 
 @pytest.mark.parametrize("is_http2", [False, True])

@@ -56,6 +56,7 @@ FLOODS = {
     "unknown": frame(0x42) * CUT_AFTER,
     "WINDOW_UPDATE": frame(8, body=b"\0\0\0\1") * CUT_AFTER,
     "RST_STREAM": resets(CUT_AFTER),
+    "bodies that do not come": b"".join(frame(1, 5, n, HEAD + b"\x0f\x0d\x015") for n in range(1, 2 * CUT_AFTER, 2)),
     "header fields": b"".join(frame(1, 5, n, HEAD + b"\x90" * 2000) for n in range(1, 20, 2)),
     "a long header block": frame(1, 1, 1, HEAD) + frame(9, 0, 1, b"\x90" * FRAME_BYTES_MAX) * 40,
 }

@@ -28,6 +28,7 @@ from tests.contract.stream import READ_TIMEOUT_S, Frame
 from tests.harness import Service, poll
 from topics.core.config import TopicConfig
 from topics.core.errors import STATUS_BY_CODE
+from topics.frontend.live.wording import ADVISORY, FINAL, SHUTTING_DOWN
 from topics.frontend.routes.operations import LOST, common_codes
 from topics.settings import Settings
 
@@ -204,6 +205,14 @@ def test_every_error_code_is_in_its_table_with_its_status() -> None:
     rows = re.findall(r"(?m)^\| (\d{3}) \| `(\w+)` \|", TEXT)
     assert {code: int(status) for status, code in rows} == STATUS_BY_CODE
     assert len(rows) == len(STATUS_BY_CODE)
+
+
+def test_every_error_code_of_streams_is_in_their_tables() -> None:
+    """A WebSocket's `server_shutting_down` was nowhere."""
+    of_streams = set(re.findall(r"(?m)^\| `error` with code `?(\w+)`? \|", TEXT))
+    assert of_streams == {str(ADVISORY), str(FINAL), SHUTTING_DOWN.decode()}
+    (of_sockets,) = re.findall(r"(?m)^\| `error` \| `code` \(of §0\.6, or `(\w+)`", TEXT)
+    assert of_sockets == SHUTTING_DOWN.decode()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self, cast
 import pytest
 import uvloop
 
-from topics.frontend.asgi import DELIVER, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Receive, Scope, Send, until_disconnect
 from topics.frontend.entry.responses import reserve_room
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits
@@ -231,6 +231,10 @@ class App:
         assert (await receive())["type"] == "http.disconnect"
         self.disconnects += 1
         await self.go.wait()
+
+    async def patient(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ends without an answer when its client is gone."""
+        await until_disconnect(receive)
 
     async def early(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(send, b"no need to read", 415)

@@ -64,14 +64,19 @@ class Streams:
         head = [(":method", "CONNECT"), (":protocol", "websocket"), (":path", path), *HEADERS]
         return self.begin(*head, ("sec-websocket-version", version), *headers.items(), behind=behind)
 
-    def begin(self, *head: tuple[str, str], behind: bytes = b"") -> int:
-        """Send a head as it is, and bytes right behind it; returns the stream, whose end is to come."""
+    def begin(self, *head: tuple[str, str], behind: bytes = b"", ended: bool = False) -> int:
+        """Send a head as it is, and bytes right behind it; returns the stream, whose end is to come unless `ended`."""
         stream_id, self._next = self._next, self._next + 2
-        self._h2.send_headers(stream_id, head)
+        self._h2.send_headers(stream_id, head, end_stream=ended)
         if behind:
             self._h2.send_data(stream_id, behind)
         self.flush()
         return stream_id
+
+    def trail(self, stream_id: int) -> None:
+        """End a body with trailers."""
+        self._h2.send_headers(stream_id, [("x-trailer", "1")], end_stream=True)
+        self.flush()
 
     def settle(self) -> None:
         """Return when the service has looked at all that was sent."""

@@ -49,13 +49,18 @@ def test_a_redrive_takes_nothing_of_a_topic_that_has_the_name_of_its_dead_letter
     on_loop(tmp_path, test)
 
 
-def test_the_log_tells_once_of_all_dead_letters_that_are_refused_at_once(tmp_path: Path) -> None:
+def test_the_log_tells_once_of_all_dead_letters_that_are_refused(tmp_path: Path) -> None:
+    """Each move told, and the shard repeats them every second."""
+
     async def test(live: Live) -> None:
         await live.put("q", type="queue")
         await live.write("q", 3)
         await live.put("dead", cap_records=1, discard="reject")
         await live.write("dead")
         letters = DeadLetters(live.gateway, live.reader, UnreadableJobs())
+        for _ in range(3):
+            await letters.start_move("q", Dealt(1, [], 0, 0, [], 0, [1, 2, 3], [1] * 3, [""] * 3, "dead"))
+        await live.delete("q")
         await letters.start_move("q", Dealt(1, [], 0, 0, [], 0, [1, 2, 3], [1] * 3, [""] * 3, "dead"))
 
     with capture_logs() as lines:

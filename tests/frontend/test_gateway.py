@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
@@ -483,14 +484,17 @@ def test_no_room_for_a_long_request(shard: Shard, monkeypatch: pytest.MonkeyPatc
         shard.wake()
         assert (await first) == REPLY
         # Memory is full for another reason.
-        with open(f"{path.removesuffix(str(request_id))}{request_id + 2}", "wb"):
-            third = append(gateway, size_bytes)
-            await asyncio.wait([third])
-        assert refusal(third).code == "throttled"
+        for later in (2, 3):
+            with open(f"{path.removesuffix(str(request_id))}{request_id + later}", "wb"):
+                refused = append(gateway, size_bytes)
+                await asyncio.wait([refused])
+            assert refusal(refused).code == "throttled"
         # A thread removes a long one.
         await until(lambda: not [name for name in objects(shard.shared.identity) if "spill" in name])
 
-    on_loop(shard, test)
+    with capture_logs() as lines:
+        on_loop(shard, test)
+    assert len([line for line in lines if "no room" in line["event"]]) == 1, "a line for each would fill the log"
 
 
 def test_what_a_former_life_spilled_is_swept_up(shard: Shard) -> None:

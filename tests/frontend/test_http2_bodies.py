@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from h2.errors import ErrorCodes
 
 from tests.frontend.http1_server import Server, until
 from tests.frontend.http2_client import HEADERS, Streams
@@ -14,6 +15,12 @@ from topics.frontend.http.http2_buffer import BoundedStream
 PIECE = b"0123456789" * 100
 WINDOW_BYTES = 65_535
 """The window of a stream."""
+FRAME_BYTES = 16_384
+"""The bytes of the longest frame."""
+STATED = [(":method", "POST"), (":path", "/echo"), *HEADERS, ("content-length", "5")]
+"""The head of a request with a body of 5 bytes."""
+MISFITS = [[b"123456"], [b"123", b"456"], [b"12345", b"", b"6"], [b"1234", None], [None]]
+"""The pieces of other bodies; behind None comes the end."""
 
 
 @pytest.fixture
@@ -133,3 +140,59 @@ def test_what_came_before_the_end_of_its_connection_is_read(server: Server) -> N
         server.call(server.app.go.set)
         until(lambda: not server.app.running, "its app to end")
         assert not server.app.disconnects
+
+
+def misfit(streams: Streams, pieces: list[bytes | None], *, by_trailers: bool) -> int:
+    """Return a request whose body has not the length that its head states."""
+    stream = streams.begin(*STATED)
+    for piece in pieces:
+        if piece is not None:
+            streams.go_on(stream, piece, whole=False)
+        elif by_trailers:
+            streams.trail(stream)
+        else:
+            streams.go_on(stream, b"", whole=True)
+    return stream
+
+
+@pytest.mark.parametrize("by_trailers", [False, True])
+@pytest.mark.parametrize("pieces", MISFITS, ids=str)
+def test_one_of_another_length_than_stated_ends_its_own_request_alone(
+    server: Server, pieces: list[bytes | None], by_trailers: bool
+) -> None:
+    """RFC 9113 §8.1.1: an error of the stream. Behind a proxy the other streams are other people's."""
+    with server.client() as client:
+        streams = Streams(client.socket)
+        other = streams.begin(*STATED)
+        streams.go_on(other, b"123", whole=False)
+        odd = misfit(streams, pieces, by_trailers=by_trailers)
+        until(lambda: server.app.disconnects == 1, "its app to hear of it")
+        streams.settle()
+        assert streams.reset_codes == {odd: ErrorCodes.PROTOCOL_ERROR}
+        streams.go_on(other, b"45", whole=False)
+        streams.trail(other)
+        streams.take(other)
+        streams.read_to_the_end_of(other)
+        assert bytes(streams.bodies[other]) == b"12345"
+
+
+def test_a_head_that_states_a_body_and_ends_the_request_is_none(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        odd = streams.begin(*STATED, ended=True)
+        assert is_served(streams)
+        assert streams.reset_codes == {odd: ErrorCodes.PROTOCOL_ERROR}
+        assert [scope["path"] for scope in server.app.scopes] == ["/status/204"]
+
+
+def test_windows_come_back_from_those_of_another_length(server: Server) -> None:
+    """All of them together have sent more than half the window of the connection. It is opened again from there on."""
+    with server.client() as client:
+        streams = Streams(client.socket)
+        whole_bytes = streams.connection_room_bytes
+        for _ in range(whole_bytes // 2 // FRAME_BYTES + 20):
+            streams.begin(*STATED, behind=bytes(FRAME_BYTES))
+            asked = streams.ask("/big?20000")  # an answer pays for the reset
+            streams.take(asked)
+            streams.read_to_the_end_of(asked)
+        assert streams.connection_room_bytes > whole_bytes * 3 // 4

@@ -18,6 +18,7 @@ from tests.frontend.http1_server import Client, Server, undisturbed, until
 from tests.frontend.http2_client import HEADERS, Streams
 from tests.frontend.test_vanished import lose_power
 from topics.frontend.http.deadlines import HttpLimits
+from topics.frontend.http.http2_buffer import BoundedProtocol
 from topics.frontend.http.http2_websocket import BoundedWebSocket
 from topics.frontend.http.hypercorn_connection import ConnectionContext
 
@@ -124,6 +125,20 @@ def test_a_connection_without_a_stream_is_idle_however_the_last_one_ended(end: s
             assert is_closed(client)
 
     undisturbed(IDLE_MS, attempt)
+
+
+def test_nothing_is_left_of_requests_that_come_with_their_reset(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        with server.held():  # so that they come in one piece
+            for _ in range(20):
+                streams.give_up(streams.begin((":method", "POST"), (":path", "/patient"), *HEADERS))
+        streams.settle()
+        until(lambda: not server.app.running, "their apps to end")
+        address = client.socket.getsockname()
+        protocols = [one for one in gc.get_objects() if isinstance(one, BoundedProtocol)]
+        (http2,) = [one for one in protocols if vars(one).get("client") == address]
+        until(lambda: not http2.stream_buffers, "what waited for their client to be free")
 
 
 def test_a_websocket_that_its_client_closes_is_no_open_stream_any_more(server: Server) -> None:

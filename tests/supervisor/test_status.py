@@ -245,8 +245,10 @@ def test_a_status_whose_reader_is_gone_or_has_no_room(start: Start) -> None:
     reader, broken = os.pipe()
     os.close(reader)
     full = os.open("/dev/full", os.O_WRONLY)
-    for verb in (["status"], ["check"], ["completion", "bash"]):
-        where = [] if verb[0] == "completion" else ["--data-dir", str(service.data_dir)]
+    commands = ("run", "check", "status", "reload", "promote", "completion", "stop")
+    helps = (["--help"], ["--version"], *([name, "--help"] for name in commands))
+    for verb in (["status"], ["check"], ["completion", "bash"], *helps):
+        where = ["--data-dir", str(service.data_dir)] if verb in (["status"], ["check"]) else []
         for stdout, code, said in (
             (broken, 141, ""),
             (full, 2, "topics-supervisor: cannot write to stdout: No space left on device\n"),

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.faults import Fault, FaultyFileSystem, SmallFileSystem
 from tests.walshard.killing import at_every_line, is_killed_at_line, serve
@@ -298,6 +299,21 @@ def test_an_error_while_trimming_costs_nothing_but_time(rig: Rig, fs: FaultyFile
     rig.boot()
     assert floors(rig, "busy") == before
     assert rig.read("quiet") == [(1, b'"q"')]
+
+
+def test_a_trimming_that_fails_again_and_again_is_logged_once(rig: Rig, fs: FaultyFileSystem) -> None:
+    """Each write makes another one due."""
+    rig.append("quiet", b'"q"', config=EPHEMERAL)
+    churn(rig, 5)
+    with capture_logs() as lines:
+        for _ in range(2):
+            fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"pread"})))
+            churn(rig, 4)
+            struck = fs.struck
+            fs.arm(None)
+            churn(rig, 4)
+    assert struck > 2
+    assert [line["event"] for line in lines].count("the RAM log cannot be trimmed") == 2
 
 
 # -- killed at every line

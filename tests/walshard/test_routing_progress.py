@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
@@ -13,7 +15,7 @@ from tests.walshard.test_routing import FullDisk, feeds, put, route
 from topics.core.config import TopicConfig
 from topics.core.routers import RouterSpec
 from topics.shm.control import Role
-from topics.shm.router_memory import RouterBoard
+from topics.shm.router_memory import RouterBoard, RouterBoardWriter
 from topics.shm.topic_messages import (
     CatchUp,
     CaughtUp,
@@ -39,6 +41,25 @@ def test_a_router_is_shown_at_the_head_of_its_source_as_soon_as_that_is_made(rig
     source, shown = rig.view("a"), board.find(router.id)
     assert shown is not None
     assert (shown.source_topic_id, shown.source_seq) == (source.topic_id, source.head_seq)
+
+
+def test_a_router_that_cannot_be_shown_is_logged_once_until_it_can(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each page of copies would fill the log."""
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    put(rig, "a")
+    route(rig, "r", "a", "b")
+    with capture_logs() as lines:
+        for _ in range(2):
+            with monkeypatch.context() as full:
+                full.setattr(RouterBoardWriter, "show", no_room)
+                full.setattr(rig, "assert_shown", lambda: None)
+                for _ in range(3):
+                    rig.append("a", b"1")
+            rig.append("a", b"1")
+    assert [line["event"] for line in lines].count("a router cannot be shown") == 2
 
 
 @pytest.mark.parametrize("end", ["boot", "restart_service"])

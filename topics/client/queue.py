@@ -82,26 +82,31 @@ class _Job:
 class AsyncJob(_Job):
     """A job of an `async for`. The end of an `async with job:` settles it: done, or failed and to be repeated."""
 
-    _was = ""
-    """The end of the job, once the service has confirmed it: "acked" or "given back"."""
+    def __init__(self, leased: StreamedJob, topic: str, shift: Shift) -> None:
+        super().__init__(leased, topic, shift)
+        self._was = ""
+        """The end of the job, once the service has confirmed it: "acked" or "given back"."""
+        self._turn = asyncio.Lock()  # of two calls at once the second one sees what became of the first
 
     async def ack(self) -> None:
         """Acknowledge the job: it is done. Again does nothing. LeaseLostError when it may be done again, as after a
         `nack`.
         """
         self._settled = True
-        if not self._has_been("acked"):
-            await self._shift.ack(self.claimed)
-            self._was = "acked"
+        async with self._turn:
+            if not self._has_been("acked"):
+                await self._shift.ack(self.claimed)
+                self._was = "acked"
 
     async def nack(self, delay_ms: int | None = None) -> None:
         """Give the job back, to be done again by anyone after the back-off, or after this delay. Again does nothing.
         RuntimeError after `ack`.
         """
         self._settled = True
-        if not self._has_been("given back"):
-            await self._shift.nack(self.claimed, delay_ms)
-            self._was = "given back"
+        async with self._turn:
+            if not self._has_been("given back"):
+                await self._shift.nack(self.claimed, delay_ms)
+                self._was = "given back"
 
     def _has_been(self, end: str) -> bool:
         """Return whether the job has ended in this way. If it has ended in the other: LeaseLostError for one that was

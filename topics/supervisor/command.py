@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -84,11 +83,20 @@ _COMPLETION_EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = argparse.Namespace(command=None)
+    code = guarded("topics-supervisor", lambda: _parse_and_do(arguments, options))
+    return _do(options) if options.command is _run and not code else code
+
+
+def _parse_and_do(arguments: Sequence[str] | None, options: argparse.Namespace) -> int:
+    """Fill `options`, and do what they say unless that is `run`: an OSError of the service is none of its output."""
+    _parser().parse_args(arguments, options)
+    return 0 if options.command is _run else _do(options)
+
+
+def _do(options: argparse.Namespace) -> int:
     try:
-        settings = load(os.environ, _flags(options))
-        work = partial(options.command, settings, options)
-        return int(work() if options.command is _run else guarded("topics-supervisor", work))
+        return int(options.command(load(os.environ, _flags(options)), options))
     except SettingsError as error:
         for problem in error.problems:
             print(f"topics-supervisor: {problem}", file=sys.stderr)

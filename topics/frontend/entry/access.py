@@ -178,11 +178,8 @@ def caller_of(scope: Scope) -> ApiKey:
 
 
 def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the key in `Authorization: Bearer`; None without one, or with two values."""
-    given = {value for name, value in headers if name == b"authorization"}
-    if len(given) != 1:
-        return None
-    scheme, _, key = given.pop().partition(b" ")
+    """Return the key in `Authorization: Bearer`, which has one value (`check_repeated`); None without one."""
+    scheme, _, key = dict(headers).get(b"authorization", b"").partition(b" ")
     return key.strip(b" ") if scheme.lower() == b"bearer" else None
 
 

@@ -35,8 +35,9 @@ SMALL_DATA_BYTES: Final = 256
 _FRAMES_IN_TURN: Final = 2
 _PIECES: Final = (DataFrame.type, ContinuationFrame.type)
 """Kinds of frames of which FRAMES_PER_TURN make a turn. A frame of another kind takes the time of several."""
-_COSTS: Final = {HeadersFrame.type: 0, RstStreamFrame.type: 8}
-"""A head costs nothing, because it is a request. A reset costs more, because it undoes a request without an answer."""
+RESET_COST: Final = 8
+"""A reset costs more than other frames, because it undoes a request without an answer."""
+_COSTS: Final = {HeadersFrame.type: 0, RstStreamFrame.type: RESET_COST}  # a head is a request
 _SETTINGS_BYTES: Final = 64  # settings that count as one frame more
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
 _HEAD_BYTES: Final = 9

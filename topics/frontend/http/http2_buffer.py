@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived, StreamReset
-from h2.exceptions import ProtocolError
+from h2.exceptions import InvalidBodyLengthError, ProtocolError
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
@@ -25,16 +25,18 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import Event as IOEvent
+from hyperframe.frame import DataFrame, Frame, HeadersFrame
 from priority.priority import TooManyStreamsError
 
 from topics.frontend.asgi import DELIVER, ROOM, Message, Send
 from topics.frontend.entry.budget import Reservation
 from topics.frontend.http.connections import KeptAnswers
-from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES, FIELDS_FREE, CheckedFrames
+from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES, FIELDS_FREE, RESET_COST, CheckedFrames
 from topics.frontend.http.http1_parser import join_lists
 from topics.frontend.http.hypercorn_connection import RECEIVE, context_of
 
 _DataEvent = Body | Data
+_Taken = tuple[list[Frame], list[Event]]
 _UNWANTED_MAX_BYTES: Final = 1 << 20
 _WINDOW_BYTES: Final = 65_535  # of each stream, and of a connection that has not enlarged it (RFC 9113 §6.9.2)
 _percent_encoded = partial(re.compile(rb"[\x80-\xff]").sub, lambda byte: b"%%%02X" % ord(byte[0]))
@@ -181,7 +183,7 @@ class BoundedStream(HTTPStream):
 
 
 class BoundedProtocol(H2Protocol):
-    """Hypercorn's HTTP/2, with nine differences.
+    """Hypercorn's HTTP/2, with ten differences.
 
     - A stream that the client resets frees its waiting bytes and its sender: a client may reset any number of streams.
     - The task that reads the connection never waits for a window, because that comes over the same connection. Nor does
@@ -192,6 +194,7 @@ class BoundedProtocol(H2Protocol):
     - A GOAWAY without an error, of either side, ends no answer that is due: h2 would send nothing any more.
     - The rest of a body behind its answer is dropped, where Hypercorn raises KeyError.
     - A request whose method or path cannot be read ends no other. The client may repeat one that comes during a drain.
+    - Nor does one end another whose body is not as long as its `content-length` says (RFC 9113 §8.1.1).
     - Priorities are ignored (RFC 9113 §5.3): streams without a request would fill their tree.
     """
 
@@ -203,6 +206,9 @@ class BoundedProtocol(H2Protocol):
         self._unwanted_bytes = 0
         self.frames = CheckedFrames(self._budget, self.config.h2_max_header_list_size)
         self.connection.incoming_buffer = context.http2_frames = self.frames
+        take_frame = self.connection._frame_dispatch_table
+        for kind in (HeadersFrame, DataFrame):
+            take_frame[kind] = partial(self._take_checked, take_frame[kind])
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         await super().initiate(headers, settings)
@@ -321,7 +327,6 @@ class BoundedProtocol(H2Protocol):
         for event in events:
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
-        for event in events:
             if isinstance(event, DataReceived):
                 stream = cast(Any, self.streams.get(event.stream_id, self))
                 free_bytes = stream.arrive(event.data, event.flow_controlled_length)
@@ -336,6 +341,29 @@ class BoundedProtocol(H2Protocol):
         await self.send(RawData(data=self.connection.data_to_send()))
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
             await self.send(Updated(idle=True))
+
+    def _take_checked(self, take: Callable[[Any], _Taken], frame: HeadersFrame | DataFrame) -> _Taken:
+        """Let h2 take a head, trailers or a piece of a body. If the body has another length than was stated, reset its
+        stream, where h2 ends the connection, or looks at no length because the last frame is no piece of the body.
+        """
+        streams, stream_id = self.connection.streams, frame.stream_id
+        known = streams.get(stream_id)
+        stated_bytes = None if known is None else known._expected_content_length
+        try:
+            taken = take(frame)
+            if isinstance(frame, HeadersFrame) and "END_STREAM" in frame.flags:
+                stream = streams[stream_id]
+                if known is not None:  # trailers, by which h2 has forgotten it
+                    stream._expected_content_length = stated_bytes
+                stream._track_content_length(0, end_stream=True)
+        except InvalidBodyLengthError:
+            self._budget.spend(RESET_COST)
+            self._tell(self.connection.reset_stream, stream_id, ErrorCodes.PROTOCOL_ERROR)
+            if isinstance(frame, DataFrame):
+                self.give_back(stream_id, frame.flow_controlled_length)
+            reset = StreamReset(stream_id=stream_id, error_code=ErrorCodes.PROTOCOL_ERROR, remote_reset=False)
+            return [], [reset]
+        return taken
 
     def _begins(self, request: RequestReceived) -> bool:
         """Return True if a request is begun; else reset it."""

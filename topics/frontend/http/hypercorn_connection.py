@@ -45,25 +45,10 @@ from topics.frontend.http.frame_budget import CheckedFrames, ClientAddresses, Fr
 from topics.frontend.http.http1_parser import uri_too_long
 from topics.frontend.http.vanished import VanishedClients
 from topics.frontend.http.websocket_input import PING_INTERVAL_S
-from topics.log import SparseLines, get_logger
+from topics.log import LASTING_EVERY_S, SparseLines
 
 CLOSED_NAP_S: Final = 0.05  # a pinger's sleep on a connection that is already closed
-LOG_EVERY_S: Final = 60.0
 RECEIVE: Final = "topics.receive"  # extension of a scope: its stream's `receive`, until the app is called
-
-log = get_logger()
-
-
-class SparseLog:
-    """Warnings of one kind that clients can cause: one in LOG_EVERY_S, with the number of those left out before it."""
-
-    def __init__(self, time_s: Callable[[], float]) -> None:
-        self._lines = SparseLines(LOG_EVERY_S, time_s)
-
-    def warn(self, why: str, **values: object) -> None:
-        """Log that a connection was cut, and why; or count it."""
-        if (left_out := self._lines.left_out()) is not None:
-            log.warning("a connection was cut", why=why, left_out=left_out, **values)
 
 
 class _Flag(EventWrapper):
@@ -323,7 +308,7 @@ class HypercornConnections:
         self.open: set[ConnectionContext] = set()
         self._vanished = VanishedClients(self.open, limits.vanished_after_ms, clock)
         self._addresses = addresses
-        self._failures = SparseLog(self._loop.time)
+        self._failures = SparseLines(LASTING_EVERY_S, self._loop.time)
 
     def take_over(self, transport: asyncio.Transport, data: bytes) -> None:
         """Serve an open transport from now on, beginning with the bytes that were read from it."""
@@ -355,7 +340,7 @@ class HypercornConnections:
                 return
             await HypercornConnection(self._limits, app, self._loop, self._config, context, {}, reader, writer)
         except Exception:  # noqa: BLE001 — logged, but less often than clients can cause it
-            self._failures.warn("connection failed", exc_info=True)
+            self._failures.warning("a connection was cut", why="connection failed", exc_info=True)
         finally:
             context.cancel_drops()
             self.open.discard(context)

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import hypercorn.protocol
 from h2.connection import H2Connection
 from h2.frame_buffer import FrameBuffer
+from h2.stream import H2Stream
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
@@ -52,6 +53,9 @@ RELIED_ON: Final = (
     Reliance(ASGIWrapper, "8670a23eb460", "runs the app of each request and WebSocket"),
     Reliance(H2Connection.receive_data, "4470c8fafce8", "takes frames from `incoming_buffer` until that has no more"),
     Reliance(H2Connection.__init__, "e5c93da64d0e", "its decoder obeys DEFAULT_MAX_HEADER_LIST_SIZE alone"),
+    Reliance(H2Connection._receive_frame, "39b2e16b4fd7", "hands a frame to whom `_frame_dispatch_table` names"),
+    Reliance(H2Stream._initialize_content_length, "268409356c43", "believes that trailers state it"),
+    Reliance(H2Stream._track_content_length, "a4580a2f3c85", "called for pieces of bodies alone"),
 )
 
 

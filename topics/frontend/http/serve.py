@@ -16,8 +16,8 @@ from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.frame_budget import ClientAddresses
 from topics.frontend.http.http1 import Http1Factory, ReadableBy
 from topics.frontend.http.http1_websocket import Http1WebSockets
-from topics.frontend.http.hypercorn_connection import HypercornConnections, SparseLog
-from topics.log import get_logger
+from topics.frontend.http.hypercorn_connection import HypercornConnections
+from topics.log import LASTING_EVERY_S, SparseLines, get_logger
 
 log = get_logger()
 
@@ -42,7 +42,8 @@ async def serve(
     hypercorn_patches.install(limits.max_header_bytes)
     clock = clock if clock is not None else RunningClock(loop.time)
     connections = connections if connections is not None else Connections(clock=clock)
-    addresses = ClientAddresses(clock.time_s, SparseLog(loop.time).warn)
+    cuts = SparseLines(LASTING_EVERY_S, loop.time)
+    addresses = ClientAddresses(clock.time_s, lambda why: cuts.warning("a connection was cut", why=why))
     others = HypercornConnections(app, limits, connections, clock, addresses)
     websockets = Http1WebSockets(app, limits, connections, clock, addresses)
     factory = Http1Factory(app, limits, connections, websockets, others.take_over, clock, readable_by)

@@ -23,7 +23,7 @@ from topics.frontend import asgi
 from topics.frontend.asgi import Message, Receive, Scope, Send, WriteBuffer
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access, Pages
-from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
+from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, check_repeated, long_bodies, no_room, reserve
 from topics.frontend.entry.responses import encode_json, send_error
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
@@ -395,6 +395,7 @@ class WebSocketRoute:
         with ExitStack() as slot:
             try:
                 self._services.pages.check(scope)
+                check_repeated(scope["headers"])
                 caller = self._services.access.authenticate(scope)
                 self._services.access.require_leader(KeyScope.READ, scope["headers"])
                 if self._draining:

@@ -22,7 +22,7 @@ from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
-from topics.log import get_logger
+from topics.log import LASTING_EVERY_S, SparseLines
 from topics.shm.append_messages import AppendOptions, AppendReply, JobAttributes
 from topics.shm.queue_messages import Bury, Dealt, Release, Remove, Reserve
 from topics.storage.frame import lay_out
@@ -34,8 +34,6 @@ MOVE_WAIT_S: Final = 1.0
 EXAMINED_MAX: Final = 65_536
 """Records that one redrive examines: a topic may hold another queue's dead letters by the million."""
 _PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
-
-log = get_logger()
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -66,6 +64,8 @@ class DeadLetters:
         self._reader = reader
         self._unreadable = unreadable
         self._moves: set[asyncio.Task[None]] = set()
+        # A full topic or disk refuses the moves of all jobs, each again after RETRY_MS.
+        self._failures = SparseLines(LASTING_EVERY_S, asyncio.get_running_loop().time)
 
     def start_move(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
         """Begin to move `dealt.dead`. Call this at once: the end of a stream releases its leases, not these jobs."""
@@ -85,7 +85,7 @@ class DeadLetters:
                     await self._gateway.ask(Release(name, seqs, dealt.topic_id, wait_ms))
         except TopicsError as error:
             # The shard deals these jobs again after it has heard nothing of them for long enough.
-            log.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
+            self._failures.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
 
     async def _copy_dead(self, name: str, dealt: Dealt) -> tuple[list[int], list[int]]:
         """Return the seqs that are in the dead-letter topic now, and those that cannot be read."""
@@ -113,7 +113,7 @@ class DeadLetters:
             copied, _refusal = await self._append(dealt.dead_letter, copies, config)
             return copied, unreadable
         except TopicsError as error:
-            log.warning("dead letters cannot be moved", topic=name, reason=error.message)
+            self._failures.warning("dead letters cannot be moved", topic=name, reason=error.message)
             return [], unreadable
 
     async def redrive(self, name: str, dead_letter: str, from_seq: int, most: int) -> tuple[int, int | None]:
@@ -205,5 +205,6 @@ class DeadLetters:
         if not refused:
             return done, None
         seq, refusal = next(iter(refused.items()))
-        log.warning("dead letters cannot be written", topic=name, seq=seq, records=len(refused), reason=refusal.message)
+        of_first = {"seq": seq, "records": len(refused), "reason": refusal.message}
+        self._failures.warning("dead letters cannot be written", topic=name, **of_first)
         return done, refusal

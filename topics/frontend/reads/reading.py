@@ -375,15 +375,13 @@ class TopicReader:
         return self._page(view, whole, count, cursor, tombstone, cursor - start, len(records.cold_segments))
 
     def _unreadable(self, ref: TopicRef, reason: str) -> TopicsError:
-        if (left_out := self._failures.left_out()) is not None:
-            log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason, more_like_it=left_out)
+        self._failures.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason)
         return storage_unavailable(f"topic {ref.name!r} cannot be read: {reason}", topic=ref.name, reason=reason)
 
     def _corrupt(self, ref: TopicRef, damage: CorruptSegment) -> TopicsError:
         """Return the error for damage, which never counts as absence. The reader stays before it, and learns where."""
         segment, where = _in_topics_dir(damage.path), {"offset": damage.offset, "reason": damage.reason}
-        if (left_out := self._failures.left_out()) is not None:
-            log.error("a segment is corrupt", topic=ref.name, path=damage.path, **where, more_like_it=left_out)
+        self._failures.error("a segment is corrupt", topic=ref.name, path=damage.path, **where)
         return storage_unavailable(
             f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
             f" {damage.reason}; restore the file from a copy (put that beside it, then rename it to this name), or give"

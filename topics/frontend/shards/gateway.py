@@ -31,7 +31,7 @@ from topics.frontend.shards.pending_requests import (
     fail,
     take_long_reply,
 )
-from topics.log import get_logger
+from topics.log import LASTING_EVERY_S, SparseLines
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendOptions, AppendReply
 from topics.shm.asks import Asks, Message, OfTopic, ReplyT
@@ -46,8 +46,6 @@ SWEEP_S: Final = 0.25
 ROOM_RETRY_S: Final = 0.002
 SIGNALLED_AT_ONCE_BYTES: Final = 4096
 """A request so long is signalled as soon as it is pushed: the shard works on it while this frontend parses the next."""
-
-log = get_logger()
 
 
 class _Link:
@@ -92,6 +90,7 @@ class Gateway:
         self._signals_at_once = False
         self.pending = PendingRequests()
         self._spills = Spills(shared.identity, index)
+        self._no_room = SparseLines(LASTING_EVERY_S, self._loop.time)
         self._signals: list[_Link] = []
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -212,7 +211,7 @@ class Gateway:
             try:
                 parts = self._spills.put(MessageKind.CALL, request_id, parts, length)
             except OSError as error:
-                log.warning("no room in shared memory for a long message", error=error.strerror)
+                self._no_room.warning("no room in shared memory for a long message", error=error.strerror)
                 return False
         self._push(shard, QueuedMessage(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
         return True
@@ -267,7 +266,7 @@ class Gateway:
             self._spills.drop(request_id)
 
     def _spill_failed(self, request_id: int, error: OSError) -> None:
-        log.warning("no room in shared memory for a long request", error=error.strerror)
+        self._no_room.warning("no room in shared memory for a long request", error=error.strerror)
         self._reject(request_id, f"shared memory has no room for a request so long ({error.strerror})")
 
     def _push(self, shard: int, message: QueuedMessage) -> None:

@@ -88,6 +88,7 @@ class RamTrim:
     _repeated_bytes: int = 0
     _repeated_total: int = 0
     _files_to_relieve: int = 0
+    _failure: str = ""
     _dead_bytes_begun: int = 0
     """`_dead_bytes` when the last relief began. That relief may have passed over records that died later."""
     _dead_bytes_kept: int | None = None
@@ -120,8 +121,11 @@ class RamTrim:
         try:
             draft = Draft(ram=[self._repeat_live(now_ms)])
         except OSError as error:
-            log.error("the RAM log cannot be trimmed", error=str(error))
+            if self._failure != str(error):  # logged once: each write makes a trimming due
+                self._failure = str(error)
+                log.error("the RAM log cannot be trimmed", error=str(error))
         else:
+            self._failure = ""
             yield draft
             if draft.committed:
                 self._drop_files()

@@ -206,17 +206,13 @@ class Logs:
         else:
             cause = errno.errorcode.get(error.errno or 0, "write")
         self.count()  # the failure may have moved the log to another file
-        self._log_refusal(error)
+        # A full disk refuses every write.
+        self._refusals.error("commit failed", error=str(error), read_only=self.wal.read_only)
         return storage_unavailable(
             "the log cannot be written now, nothing of this write was committed; see the service's log",
             cause=cause,
             read_only=self.wal.read_only is not None,
         )
-
-    def _log_refusal(self, error: WalWriteError | WalSyncError) -> None:
-        """Log a refusal, once a second at most: a full disk refuses every write."""
-        if (left_out := self._refusals.left_out()) is not None:
-            log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=left_out)
 
     def _relocate(self, moved: Moved | None) -> None:
         if moved is not None:

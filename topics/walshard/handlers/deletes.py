@@ -14,7 +14,7 @@ from topics.core.errors import storage_unavailable, topic_not_found
 from topics.core.floors import Deletion, EvictReason
 from topics.core.pending import done_jobs_to_drop
 from topics.core.tags import Match
-from topics.log import get_logger
+from topics.log import LASTING_EVERY_S, SparseLines, get_logger
 from topics.shm.asks import Done
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, Expire
 from topics.storage.frame import FrameType
@@ -46,6 +46,7 @@ class Deletes:
         self._catalog = catalog
         self._tags = tags
         self._time = time
+        self._unreadable = SparseLines(LASTING_EVERY_S, lambda: time.now.mono_ms / 1000)
         self._by_tag: OrderedDict[int, None] = OrderedDict()
         """Ids of the topics with the latest deletes by tag, the latest last. Only these have `Topic.tags`."""
         self._unswept: Iterator[Hosted] | None = None
@@ -145,7 +146,7 @@ class Deletes:
         try:
             deletion, rest = self._plan(hosted, call, last_seq)
         except (OSError, CorruptSegment, CorruptPostings) as error:
-            log.error("a delete could not find its records", topic=call.name, reason=str(error))
+            self._unreadable.error("a delete could not find its records", topic=call.name, reason=str(error))
             raise storage_unavailable(
                 f"the records of topic {call.name!r} cannot be read to delete them; see the service's log",
                 topic=call.name,

@@ -134,6 +134,7 @@ class Feeds:
     def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
         self._board = board
         self._now_ms = now_ms
+        self._hidden: set[int] = set()
         self.by_dest: dict[int, Feed] = {}
         self.by_source: dict[str, dict[int, Feed]] = {}
 
@@ -253,8 +254,11 @@ class Feeds:
             progress = RouterProgress(router.id, router.version, feed.source_topic_id, feed.source_seq, total)
             try:
                 self._board.show(progress)
+                self._hidden.discard(router.id)
             except OSError as error:
-                log.error("a router cannot be shown", router=router.name, error=str(error))
+                if router.id not in self._hidden:  # logged once: each page of copies shows it again
+                    self._hidden.add(router.id)
+                    log.error("a router cannot be shown", router=router.name, error=str(error))
 
     def ram_frames(self, now_ms: int) -> list[bytes]:
         """Return cursor frames of `ephemeral` dests, to be repeated before older files of the RAM log are removed."""
