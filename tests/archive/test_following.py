@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -260,6 +261,37 @@ def test_a_follower_changes_nothing(tmp_path: Path) -> None:
             assert socket.ask("publish", topic="orders", records=[{"data": 1}], request_id=1)["code"] == "not_leader"
         assert follower.run("promote", "--timeout-ms", "0").returncode == 1
         done = leader.run("promote")
+        assert (done.returncode, "it leads" in done.stderr) == (5, True)
+
+
+def test_a_promotion_that_waits_is_shown_and_withdrawn(tmp_path: Path) -> None:
+    """Only a restart ended it, and `status` did not show that it waits."""
+    place, away = tmp_path / "archive", tmp_path / "away"
+    with leading(place, ADVERTISE_URL=OWN_URL) as leader, Service(env=following(place)) as follower:
+        write(leader.client, "orders", 1)
+        follows(follower, leader, "orders")
+        (place / "archive").rename(away)
+        done = follower.run("promote", "--timeout-ms", "1000")
+        assert (done.returncode, "`promote --cancel` ends that" in done.stderr) == (1, True)
+        poll("the reason", lambda: archiver(follower)["promotion"]["trouble"])
+        found = archiver(follower)["promotion"]
+        assert found["age_ms"] > 0
+        assert (found["begun"], found["trouble"]) == (False, "archive")
+        done = follower.run("promote", "--cancel", "--json")
+        assert (done.returncode, json.loads(done.stdout)["pid"]) == (0, follower.pid), done.stderr
+        assert archiver(follower)["promotion"] is None
+        with ThreadPoolExecutor(1) as helper:
+            waiting = helper.submit(follower.run, "promote", "--timeout-ms", "20000")
+            poll("the request", lambda: archiver(follower)["promotion"])
+            assert follower.run("promote", "--cancel").returncode == 0
+            assert "somebody has withdrawn it" in waiting.result().stderr
+        away.rename(place / "archive")
+        write(leader.client, "orders", 2)
+        follows(follower, leader, "orders")
+        done = follower.run("promote", "--cancel")
+        assert (done.returncode, "no promotion waits" in done.stderr) == (1, True)
+        assert promoted(follower)["topics"] == 1
+        done = follower.run("promote", "--cancel")
         assert (done.returncode, "it leads" in done.stderr) == (5, True)
 
 
