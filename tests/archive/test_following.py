@@ -408,7 +408,8 @@ def test_a_hole_in_the_archive_has_everything_copied_again(tmp_path: Path) -> No
 def test_a_follower_takes_over(tmp_path: Path) -> None:
     """All that was acknowledged as archived is there; the rest is a gap that readers are told of."""
     place = tmp_path / "archive"
-    with leading(place) as leader, Service(env=following(place)) as follower:
+    own = following(place, ADVERTISE_URL=OWN_URL)
+    with leading(place) as leader, Service(env=own) as follower:
         put(leader.client, "bank", durability="archived")
         for number in range(20):
             write(leader.client, "bank", number)
@@ -428,8 +429,15 @@ def test_a_follower_takes_over(tmp_path: Path) -> None:
         refused(leader.client.post("/v0/topics/bank", json={"records": [{"data": 1}]}), 503, "storage_unavailable")
         os.kill(pid, signal.SIGCONT)
         poll("the former leader notices", lambda: archiver(leader)["taken_over"])
-        refused(leader.client.post("/v0/topics/orders", json={"records": [{"data": 1}]}), 503, "not_leader")
 
+        def names_the_leader() -> bool:
+            answer = leader.client.post("/v0/topics/orders", json={"records": [{"data": 1}]})
+            refusal = refused(answer, 503, "not_leader")
+            return refusal["detail"] == {"leader": follower.url} and follower.url in refusal["message"]
+
+        poll("the new leader's address, which its first piece has", names_the_leader)
+        assert any(f"use the other one, {follower.url};" in line.get("reason", "") for line in leader.said())
+        assert f"use the other one, {follower.url};" in leader.run("check", "--json").stdout
         leader.stop()  # it is to follow now
         with Service(env=following(place)) as former:
             poll("what the new leader wrote", lambda: "goes on" in read(former.client, "bank")[0].values())

@@ -24,7 +24,7 @@ from tests.archive.leading import KilledError, Leader, Small, copied, shown
 from tests.archive.simulated import FIRST_OBJECT, SimulatedBucket
 from tests.cases import case
 from tests.storage.faults import Crash, Fault
-from topics.archive import archiver, follow_main, shipping
+from topics.archive import archiver, follow_main, ownership, shipping
 from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
@@ -925,6 +925,23 @@ def test_a_former_leader_without_news_prunes_nothing_of_its_heirs(service: Archi
         former.step(0)
     assert not there - set(service.bucket.objects)
     assert former.rig.shared.control.is_taken_over
+
+
+def test_a_former_leader_says_where_its_heir_is(service: Archiving) -> None:
+    """The archive has the address, and its clients were told to look for it in a log."""
+    former = taken_over(service, shipped=3)
+    with capture_logs() as logs:
+        for _ in range(3):
+            former.step(0)
+    [told] = [line["reason"] for line in logs if "took over from this service" in line.get("reason", "")]
+    assert f"use the other one, {service.leader.url};" in told
+    service.leader.step(0)
+    closing = service.archive.last_piece(2, 0)
+    name = piece_name(2, closing)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = whole[:-1]
+    assert "use the other one;" in str(ownership.taken_over(service.archive, "somebody")), "damage hides nothing else"
+    service.bucket.objects[name] = whole
 
 
 def test_a_stop_waits_for_no_base_that_cannot_be_made_now(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
