@@ -579,6 +579,8 @@ def test_a_killed_pruning_goes_on_only_in_favour_of_what_is_whole_still(service:
     now_ms = ship_bases(service)
     bases = service.archive.bases(1)
     removed = [base_name(1, number) for number in bases[:-1]]
+    first_piece = service.archive.base(1, bases[-1])[0].first_piece
+    removed += [piece_name(1, number) for number in service.archive.pieces(1) if number < first_piece]
     service.bucket.create(removal_name(1, 1), encode(Removal(1, removed)))
     name = piece_name(1, bases[-1])
     whole = service.bucket.objects.pop(name)
