@@ -304,7 +304,9 @@ class Archive:
         them are gone and other objects are there.
         """
         numbers = self._numbers(f"{_GENERATIONS}/")
-        if not numbers and self.store.list("g"):
+        # A list may be old, so each generation of which there are objects is looked for.
+        others = [] if numbers else sorted({int(name[1:9]) for name in self.store.list("g0")})
+        if others and not any(map(self.has_generation, others)):
             raise ArchiveDamagedError(f"{self.store.place(f'{_GENERATIONS}/')}: is lost; put it back from a copy")
         return numbers
 
