@@ -518,7 +518,7 @@ class Archiving(RuleBasedStateMachine):
             assert rig is not None
             if rig.is_refused:
                 rig = self._new_follower(which)
-            rig.follower.promote.set()
+            rig.follower.ask_promotion()
             if what:
                 _bucket_of(rig).before(nth, partial(self._happens, what, 1 - which))
                 what = ""

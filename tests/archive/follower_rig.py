@@ -13,7 +13,7 @@ from topics.archive.follow_main import Follower
 from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
 from topics.archive.promoting import finish_promotion, is_promotion_due, take_role
 from topics.archive.replica import Replica, begin_anew
-from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, Role
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
 from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
@@ -95,6 +95,7 @@ class FollowerRig(Rig):
         settings = self.settings
         self.process_fs.bury()
         self.process_fs = fs = ProcessFileSystem(self.disk)
+        self.shared.control.cell(Role.ARCHIVER, 0).begin_life(1, self.clock.now_ms(), ProcessState.READY)
         self.replica = Replica(self.archive, fs, settings.data_dir, settings.wal_shards, self.clock)
         leader = LeaderHere(self.clock, self._tell)
         self.follower = Follower(self.replica, fs, settings, self.shared, self.clock, leader, self.helper)

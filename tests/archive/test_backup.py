@@ -273,6 +273,24 @@ def test_a_place_without_an_archive(tmp_path: Path) -> None:
         assert "no archive here" in run("archive", command, tmp_path, "--json", code=2)
 
 
+def test_an_archive_whose_generations_are_lost_is_no_empty_place(tmp_path: Path) -> None:
+    """`topics restore` said that there is no archive, and a backup that two services use it."""
+    place = tmp_path / "archive"
+    with Service(data_dir=tmp_path / "data", shards=1) as service:
+        write(service.client, "orders", 1)
+        backup(service, place)
+        (place / "archive/generations").rename(tmp_path / "generations")
+        lost = f"{place}/archive/generations/: is lost; put it back from a copy"
+        assert lost in run("backup", "--data-dir", tmp_path / "data", "--to", place, code=1)
+    for command in (["restore"], ["archive", "list"], ["archive", "verify"], ["archive", "prune", "--keep", "0"]):
+        into = ["--data-dir", tmp_path / "new"] if command == ["restore"] else []
+        assert lost in run(*command, place, *into, code=1)
+    assert not (tmp_path / "new").exists()
+    env = {"TOPICS_DATA_DIR": str(tmp_path / "copy"), "TOPICS_FOLLOW": place.as_uri(), "TOPICS_WAL_SHARDS": "1"}
+    with Service(data_dir=tmp_path / "copy", env=env, shards=1).unstarted() as follower:
+        assert lost in follower.run("check", "--json").stdout
+
+
 def test_a_backup_that_begins_an_archive_says_so(tmp_path: Path) -> None:
     """Into a folder whose disk was not mounted root began another archive, without a word."""
     to = ["--to", str(tmp_path / "archive"), "--json"]

@@ -446,7 +446,7 @@ def test_nothing_is_closed_in_the_archive_with_an_id_that_is_not_noted(
     put = rig.archive.store.create
     monkeypatch.setattr(replica, "write_note", write)
     monkeypatch.setattr(rig.archive.store, "create", create)
-    rig.follower.promote.set()
+    rig.follower.ask_promotion()
     for _ in range(2):
         service.world.clock.ms += 1000
         rig.follower.step()

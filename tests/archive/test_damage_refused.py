@@ -128,7 +128,7 @@ def test_a_follower_keeps_what_it_has_if_nothing_newer_can_be_copied(service: Ar
     whole = service.bucket.objects[name]
     service.bucket.objects[name] = harmed(whole, "cut")
     if case == "promotion":
-        rig.follower.promote.set()
+        rig.follower.ask_promotion()
     for _ in range(6):
         service.world.clock.ms += 20_000
         rig.advance()
@@ -342,7 +342,7 @@ def promoted(service: Archiving) -> int:
     """Promote the follower; return the piece of the moment from which it leads."""
     rig = service.follower
     assert rig is not None
-    rig.follower.promote.set()
+    rig.follower.ask_promotion()
     for _ in range(4):
         rig.follower.step()
         assert rig.follower.exit_code is None or rig.leads, "nothing is copied again"

@@ -17,6 +17,7 @@ from tests.walshard.rig import Rig
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.archive.shipping import Shipper
+from topics.core.clock import iso
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage import service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, FileRef, base_name, open_archive, piece_name
@@ -35,6 +36,7 @@ class Based:
         self.place = root / "archive"
         self.archive = Archive(open_archive(FS, str(self.place)))
         (root / "data").mkdir()
+        self.at_first: dict[int, bytes] = {}
         for life in range(3):
             rig = Rig(str(root / "data"), segment_max_events="4")
             rig.clock.ms += life * 100_000
@@ -42,6 +44,7 @@ class Based:
             Compaction(rig).cut()
             rig.delete(DeleteRecords("t", 3 * life + 1, None, b""))
             self.expected = dict(Compaction(rig).read("t"))
+            self.at_first = self.at_first or self.expected
             ship(rig, self.archive)
         self.clock = rig.clock
         self.first, self.second, self.last = self.archive.bases(1)
@@ -139,13 +142,50 @@ def test_a_time_or_a_record_behind_a_damaged_base_is_reached_from_the_one_before
 def test_a_moment_that_no_older_base_reaches_is_refused(based: Based) -> None:
     damaged, data_dir = based.damage(base_name(1, based.last)), based.root / "restored"
     Path(based.archive.store.place(piece_name(1, based.last - 1))).rename(based.root / "away")
+    first_ms = based.archive.piece(1, based.first)[0].taken_ms
     for option in ("--copy", "--take-over", f"--to-ts={based.clock.ms}", "--to-seq=t=30"):
         problem = run("restore", based.place, "--data-dir", data_dir, option, code=1)
         assert f"{damaged}: checksum does not match; no older base" in problem, option
         assert "put it back from a copy" in problem
+        instead = " instead of --take-over" if option == "--take-over" else ""
+        way_out = f"; or restore an earlier moment, with --to-ts {iso(first_ms)}{instead}\n"
+        assert problem.endswith(way_out) == ("--to-seq" not in option), option
     assert not based.archive.has_piece(1, based.last + 1), "the former service is not shut out"
-    first_ms = based.archive.piece(1, based.first)[0].taken_ms
     assert plan(based.archive, WantedMoment(ts_ms=first_ms)).base.number == based.first
+    assert based.restored(f"--to-ts={iso(first_ms)}")[0] == based.at_first
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_the_last_moment_before_a_damaged_piece_is_named_and_restored(tmp_path: Path, at: int) -> None:
+    """Nothing named it, and `--to-ts` met the damaged piece where it looked for the moment."""
+    rig, archive = Rig(str(tmp_path / "data")), Archive(open_archive(FS, str(tmp_path / "archive")))
+    rig.append("t", b"0")
+    shipper = shipper_of(rig, archive)
+    shipper.base()
+    [base] = archive.bases(1)
+    for number in range(1, 4):
+        rig.clock.ms += 1000
+        rig.append("t", b"%d" % number)
+        shipper.ship()
+    taken = [archive.piece(1, base + number)[0].taken_ms for number in range(4)]
+    name = piece_name(1, base + at)
+    path = Path(archive.store.place(name))
+    path.write_bytes(harmed(path.read_bytes(), "changed"))
+    rig.shard.close()
+    rig.close()
+    way_out = f"; or restore an earlier moment, with --to-ts {iso(taken[at - 1])}"
+    place, data_dir = tmp_path / "archive", tmp_path / "restored"
+    for options in ([], [f"--to-ts={taken[-1]}"], [f"--to-ts={taken[at]}"], [f"--to-ts={taken[at] - 1}"]):
+        problem = run("restore", place, "--data-dir", data_dir, *options, code=1)
+        assert f"{path}: checksum does not match" in problem
+        assert way_out in problem
+    for number in range(at):
+        found = plan(archive, WantedMoment(ts_ms=taken[number]))
+        assert found.moment.number == base + number
+    run("restore", place, "--data-dir", data_dir, f"--to-ts={iso(taken[at - 1])}")
+    restored = Rig(str(data_dir))
+    assert dict(Compaction(restored).read("t")) == {number + 1: b"%d" % number for number in range(at)}
+    restored.close()
 
 
 def test_a_damaged_only_base_of_a_generation_is_no_reason_for_the_moment_before(based: Based) -> None:
@@ -184,6 +224,59 @@ def test_an_object_in_a_bad_place_of_the_disk_is_a_damaged_one(based: Based, kin
     assert found.base.number == based.second
     assert f"{path}: its disk cannot read it" in str(found.damage)
     assert [path in problem for problem in check(archive, lambda *_: None)] == [True]
+
+
+@pytest.mark.parametrize("lost", ["first", "newest", "all"])
+def test_verify_notices_moments_whose_base_was_removed(tmp_path: Path, lost: str) -> None:
+    """It called an archive whole whose first moments were gone."""
+    rig, archive = Rig(str(tmp_path / "data")), Archive(open_archive(FS, str(tmp_path / "archive")))
+    rig.append("t", b"0")
+    shipper = shipper_of(rig, archive)
+    shipper.base()
+    for number in range(3):
+        rig.append("t", b"%d" % number)
+        if number == 2:
+            Compaction(rig).cut()
+            rig.append("t", b"behind the snapshot")
+        shipper.ship()
+    shipper.base()
+    paths = [Path(archive.store.place(base_name(1, number))) for number in archive.bases(1)]
+    last = archive.base(1, archive.bases(1)[1])[0].first_piece - 1
+    copies = [path.read_bytes() for path in paths]
+    going = {"first": paths[:1], "newest": paths[1:], "all": paths}[lost]
+    for path in going:
+        path.unlink()
+    if lost == "all":
+        last = archive.last_piece(1, 0)
+    problems = check(archive, lambda *_: None)
+    # An older base gives the moments of a newer one.
+    assert [f"{archive.store.place(piece_name(1, last))}: is a moment" in one for one in problems] == [True] * (
+        lost != "newest"
+    )
+    for path, content in zip(paths, copies, strict=True):
+        path.write_bytes(content)
+    assert check(archive, lambda *_: None) == []
+    prune(archive, rig.clock.ms + 1)
+    assert (len(archive.bases(1)), check(archive, lambda *_: None)) == (1, []), "a pruning leaves no such moment"
+    rig.shard.close()
+    rig.close()
+
+
+def test_verify_notices_a_piece_that_is_missing_before_others(tmp_path: Path) -> None:
+    """It took the piece before it for the last one, as a restore does, and said that all is whole."""
+    rig, archive = Rig(str(tmp_path / "data")), Archive(open_archive(FS, str(tmp_path / "archive")))
+    rig.append("t", b"0")
+    shipper = shipper_of(rig, archive)
+    shipper.base()
+    for number in range(3):
+        rig.append("t", b"%d" % number)
+        shipper.ship()
+    [base] = archive.bases(1)
+    (path := Path(archive.store.place(piece_name(1, base + 1)))).unlink()
+    assert archive.last_piece(1, base) == base
+    assert f"{path}: is missing" in check(archive, lambda *_: None)
+    rig.shard.close()
+    rig.close()
 
 
 def shipper_of(rig: Rig, archive: Archive) -> Shipper:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -263,6 +264,37 @@ def test_a_follower_changes_nothing(tmp_path: Path) -> None:
         assert (done.returncode, "it leads" in done.stderr) == (5, True)
 
 
+def test_a_promotion_that_waits_is_shown_and_withdrawn(tmp_path: Path) -> None:
+    """Only a restart ended it, and `status` did not show that it waits."""
+    place, away = tmp_path / "archive", tmp_path / "away"
+    with leading(place, ADVERTISE_URL=OWN_URL) as leader, Service(env=following(place)) as follower:
+        write(leader.client, "orders", 1)
+        follows(follower, leader, "orders")
+        (place / "archive").rename(away)
+        done = follower.run("promote", "--timeout-ms", "1000")
+        assert (done.returncode, "`promote --cancel` ends that" in done.stderr) == (1, True)
+        poll("the reason", lambda: archiver(follower)["promotion"]["trouble"])
+        found = archiver(follower)["promotion"]
+        assert found["age_ms"] > 0
+        assert (found["begun"], found["trouble"]) == (False, "archive")
+        done = follower.run("promote", "--cancel", "--json")
+        assert (done.returncode, json.loads(done.stdout)["pid"]) == (0, follower.pid), done.stderr
+        assert archiver(follower)["promotion"] is None
+        with ThreadPoolExecutor(1) as helper:
+            waiting = helper.submit(follower.run, "promote", "--timeout-ms", "20000")
+            poll("the request", lambda: archiver(follower)["promotion"])
+            assert follower.run("promote", "--cancel").returncode == 0
+            assert "somebody has withdrawn it" in waiting.result().stderr
+        away.rename(place / "archive")
+        write(leader.client, "orders", 2)
+        follows(follower, leader, "orders")
+        done = follower.run("promote", "--cancel")
+        assert (done.returncode, "no promotion waits" in done.stderr) == (1, True)
+        assert promoted(follower)["topics"] == 1
+        done = follower.run("promote", "--cancel")
+        assert (done.returncode, "it leads" in done.stderr) == (5, True)
+
+
 def test_a_follower_sends_no_cursor_back(tmp_path: Path) -> None:
     """It has no records of `ephemeral` topics, and may be behind what a reader has read at the leader. It answered both
     cursors with its own head, behind which the reader got records again.
@@ -376,7 +408,8 @@ def test_a_hole_in_the_archive_has_everything_copied_again(tmp_path: Path) -> No
 def test_a_follower_takes_over(tmp_path: Path) -> None:
     """All that was acknowledged as archived is there; the rest is a gap that readers are told of."""
     place = tmp_path / "archive"
-    with leading(place) as leader, Service(env=following(place)) as follower:
+    own = following(place, ADVERTISE_URL=OWN_URL)
+    with leading(place) as leader, Service(env=own) as follower:
         put(leader.client, "bank", durability="archived")
         for number in range(20):
             write(leader.client, "bank", number)
@@ -396,8 +429,15 @@ def test_a_follower_takes_over(tmp_path: Path) -> None:
         refused(leader.client.post("/v0/topics/bank", json={"records": [{"data": 1}]}), 503, "storage_unavailable")
         os.kill(pid, signal.SIGCONT)
         poll("the former leader notices", lambda: archiver(leader)["taken_over"])
-        refused(leader.client.post("/v0/topics/orders", json={"records": [{"data": 1}]}), 503, "not_leader")
 
+        def names_the_leader() -> bool:
+            answer = leader.client.post("/v0/topics/orders", json={"records": [{"data": 1}]})
+            refusal = refused(answer, 503, "not_leader")
+            return refusal["detail"] == {"leader": follower.url} and follower.url in refusal["message"]
+
+        poll("the new leader's address, which its first piece has", names_the_leader)
+        assert any(f"use the other one, {follower.url};" in line.get("reason", "") for line in leader.said())
+        assert f"use the other one, {follower.url};" in leader.run("check", "--json").stdout
         leader.stop()  # it is to follow now
         with Service(env=following(place)) as former:
             poll("what the new leader wrote", lambda: "goes on" in read(former.client, "bank")[0].values())

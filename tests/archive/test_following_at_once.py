@@ -65,7 +65,9 @@ def test_a_follower_serves_reads_at_once_and_takes_over_before_it_has_everything
         assert "topics_archive_segments_borrowed" in follower.client.get("/v0/metrics").text
         tiers = {row["tier"] for row in ok(follower.client.get(f"/v0/topics/{TOPIC}/segments"))["segments"]}
         assert "archive" in tiers
-        assert "was made of it" in run("archive", "list", place)
+        listed = run("archive", "list", place)
+        assert "was made of it" in listed
+        assert f"if it is gone for good, delete {place}/archive/loans/" in listed
         assert "removed 0 generations, 0 bases" in run("archive", "prune", place, "--keep", "0")
         ok(leader.client.post(f"/v0/topics/{TOPIC}/delete", json={"match": "even", "before_seq": 400}))
         expected = read(leader.client, TOPIC)[0]

@@ -17,6 +17,7 @@ from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.notes import note_path
 from topics.storage.origin import Origin, RunningEnds
+from topics.storage.service_id import ArchiveNote
 
 FS = OsFileSystem()
 
@@ -51,7 +52,7 @@ def test_a_backup_begins_no_archive_where_that_of_its_service_is_away(
             shipper(rig, named, notes_place=False).begin()
     assert not place.exists()
     shipper(rig, "elsewhere", notes_place=False).begin()
-    assert service_id.archive_place(FS, rig.settings.data_dir) == f"{place}/archive/"
+    assert service_id.archive_note(FS, rig.settings.data_dir) == ArchiveNote(f"{place}/archive/")
 
 
 def test_an_archive_that_is_there_is_shipped_into_whatever_the_note_is_like(rig: Rig, tmp_path: Path) -> None:
@@ -62,8 +63,8 @@ def test_an_archive_that_is_there_is_shipped_into_whatever_the_note_is_like(rig:
     with capture_logs() as logs:
         shipper(rig, place, fs=fs).begin()
     assert "cannot be noted" in logs[-1]["event"]
-    assert service_id.archive_place(FS, data_dir) is None
+    assert service_id.archive_note(FS, data_dir) is None
     for content in (b"", b"{}"):
         Path(note_path(data_dir, service_id.ARCHIVE_NAME)).write_bytes(content)
         shipper(rig, place).begin()
-        assert service_id.archive_place(FS, data_dir) == f"{place}/archive/"
+        assert service_id.archive_note(FS, data_dir) == ArchiveNote(f"{place}/archive/")

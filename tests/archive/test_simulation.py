@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,12 +24,12 @@ from tests.archive.leading import KilledError, Leader, Small, copied, shown
 from tests.archive.simulated import FIRST_OBJECT, SimulatedBucket
 from tests.cases import case
 from tests.storage.faults import Crash, Fault
-from topics.archive import archiver, follow_main, shipping
+from topics.archive import archiver, follow_main, ownership, shipping
 from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
 from topics.core.config import TopicConfig
-from topics.shm.control import Role
+from topics.shm.control import Role, Trouble
 from topics.shm.topic_messages import PutTopic
 from topics.storage.archive_objects import (
     Archive,
@@ -144,7 +145,7 @@ def test_a_takeover_goes_on_when_everything_has_to_be_copied_again(service: Arch
         service.ship(0)
     assert len(service.moments) > 2
     assert service.follower is not None
-    service.follower.follower.promote.set()  # once: a command is given once
+    service.follower.follower.ask_promotion()  # once: a command is given once
     for _ in range(8):
         service.follow([])
         if service.former is not None:
@@ -466,7 +467,7 @@ def test_a_restart_ends_a_promotion_that_has_not_reached_the_archive(service: Ar
     bucket = rig.archive.store
     assert isinstance(bucket, SimulatedBucket)
     bucket.is_away = True
-    rig.follower.promote.set()
+    rig.follower.ask_promotion()
     for _ in range(3):
         rig.follower.step()
     bucket.is_away = False
@@ -475,6 +476,78 @@ def test_a_restart_ends_a_promotion_that_has_not_reached_the_archive(service: Ar
         rig.advance()
     assert not rig.leads
     assert not rig.replica.note.fence_id
+
+
+def test_a_promotion_can_be_withdrawn_while_the_archive_is_away(service: Archiving) -> None:
+    """Only a restart ended one that waited for the archive, and nothing showed that it waited."""
+    rig = followed(service)
+    service.append("a", 1, "disk")
+    bucket = rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    cell = rig.shared.control.cell(Role.ARCHIVER, 0)
+    for outcome in ("withdrawn", "not withdrawn"):
+        bucket.is_away = True
+        rig.follower.ask_promotion()
+        asked_ms = rig.clock.ms
+        for _ in range(3):
+            rig.clock.ms += 1000
+            rig.follower.step()
+        assert not rig.replica.note.fence_id
+        assert [cell.get(word) for word in ("promotion_ms", "promotion_begun")] == [asked_ms, 0]
+        assert cell.get("trouble") == Trouble.ARCHIVE
+        if outcome == "withdrawn":
+            rig.follower.withdraw_promotion()
+        bucket.is_away = False
+        for _ in range(4):
+            rig.advance()
+        assert rig.leads == (outcome == "not withdrawn")
+        if outcome == "withdrawn":
+            assert [cell.get(word) for word in ("promotion_ms", "promotion_begun", "trouble")] == [0, 0, 0]
+            assert rig.shown == max(service.moments), "it goes on to follow"
+
+
+@pytest.mark.parametrize("nth", range(1, 15))
+def test_a_promotion_is_withdrawn_or_goes_on_but_never_half(service: Archiving, nth: int) -> None:
+    """A command may withdraw it between any two requests. Once the follower has noted it, a restart does not end it."""
+    rig = followed(service)
+    service.append("a", 1, "disk")
+    bucket = rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    cell, left = rig.shared.control.cell(Role.ARCHIVER, 0), []
+
+    def withdraw() -> None:
+        rig.follower.withdraw_promotion()
+        left.append(cell.get("promotion_ms"))
+
+    rig.follower.ask_promotion()
+    bucket.before(nth, withdraw)
+    rig.follower.step()
+    note = read_note(OsFileSystem(), rig.settings.data_dir)
+    assert note is not None
+    is_closed = bool(service.archive.piece(1, service.archive.last_piece(1, 0))[0].taken_over_by)
+    is_withdrawn = nth <= 3  # before the last look whether the archive is there
+    assert left == [0 if is_withdrawn else rig.clock.ms]
+    assert cell.get("promotion_begun") == (not is_withdrawn)
+    assert (bool(note.fence_id), is_closed, note.leads) == (not is_withdrawn,) * 3
+
+
+def test_a_promotion_that_had_begun_is_shown_after_a_restart(service: Archiving) -> None:
+    rig = followed(service)
+    bucket = rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    rig.follower.ask_promotion()
+    bucket.before(FIRST_OBJECT, partial(setattr, bucket, "is_away", True))
+    rig.follower.step()
+    rig.follower_dies()
+    cell = rig.shared.control.cell(Role.ARCHIVER, 0)
+    assert cell.get("promotion_ms") == 0
+    rig.follower.step()
+    rig.follower.withdraw_promotion()
+    assert cell.get("promotion_ms") == rig.clock.ms
+    assert (cell.get("promotion_begun"), cell.get("trouble")) == (1, Trouble.ARCHIVE)
+    bucket.is_away = False
+    rig.follower.step()
+    assert rig.leads
 
 
 def test_a_generation_stays_until_a_later_one_can_be_restored(service: Archiving) -> None:
@@ -506,6 +579,8 @@ def test_a_killed_pruning_goes_on_only_in_favour_of_what_is_whole_still(service:
     now_ms = ship_bases(service)
     bases = service.archive.bases(1)
     removed = [base_name(1, number) for number in bases[:-1]]
+    first_piece = service.archive.base(1, bases[-1])[0].first_piece
+    removed += [piece_name(1, number) for number in service.archive.pieces(1) if number < first_piece]
     service.bucket.create(removal_name(1, 1), encode(Removal(1, removed)))
     name = piece_name(1, bases[-1])
     whole = service.bucket.objects.pop(name)
@@ -852,6 +927,23 @@ def test_a_former_leader_without_news_prunes_nothing_of_its_heirs(service: Archi
         former.step(0)
     assert not there - set(service.bucket.objects)
     assert former.rig.shared.control.is_taken_over
+
+
+def test_a_former_leader_says_where_its_heir_is(service: Archiving) -> None:
+    """The archive has the address, and its clients were told to look for it in a log."""
+    former = taken_over(service, shipped=3)
+    with capture_logs() as logs:
+        for _ in range(3):
+            former.step(0)
+    [told] = [line["reason"] for line in logs if "took over from this service" in line.get("reason", "")]
+    assert f"use the other one, {service.leader.url};" in told
+    service.leader.step(0)
+    closing = service.archive.last_piece(2, 0)
+    name = piece_name(2, closing)
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = whole[:-1]
+    assert "use the other one;" in str(ownership.taken_over(service.archive, "somebody")), "damage hides nothing else"
+    service.bucket.objects[name] = whole
 
 
 def test_a_stop_waits_for_no_base_that_cannot_be_made_now(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1283,7 +1375,7 @@ def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, erro
         service.owner_id = owner_id
         rig = service.follower_in(data_dir)
         faulty = rig.process_fs
-        rig.follower.promote.set()
+        rig.follower.ask_promotion()
         faulty.arm(Fault(nth, error))
         try:
             _promote(rig)
@@ -1293,7 +1385,7 @@ def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, erro
                 rig.close()
             else:
                 rig.follower_dies()
-                rig.follower.promote.set()  # its operator hears of no success, and repeats the command
+                rig.follower.ask_promotion()  # its operator hears of no success, and repeats the command
                 _promote(rig)
         with case(nth):
             assert verify(data_dir, lambda _done, _total: None).damage == []
@@ -1332,7 +1424,7 @@ def test_a_takeover_waits_for_a_damaged_piece_and_says_so(service: Archiving, is
     assert service.archive.has_piece(1, first + 1) != is_last
     whole = service.bucket.objects[name]
     damage(service, name)
-    rig.follower.promote.set()
+    rig.follower.ask_promotion()
     with capture_logs() as logs:
         for _ in range(4):
             rig.advance()
@@ -1898,7 +1990,7 @@ def test_a_follower_of_a_generation_that_was_pruned_copies_the_newest_one(servic
     service.partition(False, 0)
     rig = service.follower
     assert rig is not None
-    rig.follower.promote.set()
+    rig.follower.ask_promotion()
     for _ in range(8):
         service.follow([])
     assert rig.shown == max(service.moments)

@@ -163,7 +163,7 @@ def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path, has
             rig.archive = Archive(open_archive(fs, str(tmp_path / "archive"), new=False))
             rig.follower_dies()
         else:
-            rig.follower.promote.set()
+            rig.follower.ask_promotion()
         for _ in range(3):
             rig.follower.step()
             assert rig.follower.exit_code is None
@@ -171,7 +171,7 @@ def test_a_disk_that_is_not_mounted_costs_a_follower_nothing(tmp_path: Path, has
         if has_folder:
             place.rmdir()
         (tmp_path / "away").rename(place)
-        rig.follower.promote.set()
+        rig.follower.ask_promotion()
         rig.follower.step()
         assert rig.replica.note.leads
     finally:

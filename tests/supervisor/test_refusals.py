@@ -21,7 +21,9 @@ from topics.shm import shm_names
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage.borrowed import NAME as BORROWED_NAME
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import NAME as FOLLOWING_NAME
+from topics.storage.follow_note import FollowNote, write_note
 from topics.storage.lock import DataDirLock
 from topics.storage.service_id import RESTORED_NAME
 from topics.supervisor.check import (
@@ -34,7 +36,7 @@ from topics.supervisor.check import (
 )
 from topics.supervisor.command import main, reload, stop
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
-from topics.supervisor.promote import promote
+from topics.supervisor.promote import NotFollowingError, cancel, promote
 
 OTHER_USER = 65534
 
@@ -208,6 +210,31 @@ def test_a_stranger_with_the_pid_of_a_follower_gets_no_signal(tmp_path: Path, el
             promote(str(tmp_path), 1)
         stranger.terminate()
         assert stranger.wait() == -signal.SIGTERM, "the first signal that it got"
+    shared.destroy()
+    lock.release()
+
+
+def test_a_promotion_that_has_begun_cannot_be_withdrawn(tmp_path: Path) -> None:
+    """Its note says it before its process has taken a step; then the process says it."""
+    assert cancel(str(tmp_path), 1) is None, "nothing runs"
+    lock = DataDirLock.acquire(str(tmp_path))
+    shared = SharedMemory.create(shm_names.identity(str(tmp_path)), 1, 1, 1 << 16, 1)
+    cell = shared.control.cell(Role.ARCHIVER, 0)
+    with pytest.raises(NotFollowingError):
+        cancel(str(tmp_path), 1)
+    shared.control.header.set("follows", 1)
+    with pytest.raises(TimeoutError, match="has not answered after 1 ms"):
+        cancel(str(tmp_path), 1)
+    with pytest.raises(TimeoutError, match="was not told to, as its process that follows was not ready"):
+        promote(str(tmp_path), 1)
+    cell.set("promotion_begun", 1)
+    too_late = "the leader's history is closed already: it goes on by itself"
+    with pytest.raises(OSError, match=too_late):
+        cancel(str(tmp_path), 1)
+    cell.set("promotion_begun", 0)
+    write_note(OsFileSystem(), str(tmp_path), FollowNote("file:///nowhere", fence_id="f"))
+    with pytest.raises(OSError, match=too_late):
+        cancel(str(tmp_path), 1)
     shared.destroy()
     lock.release()
 

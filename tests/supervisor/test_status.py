@@ -18,7 +18,7 @@ from topics.core.clock import SystemClock
 from topics.shm import shm_names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.storage.lock import DataDirLock
-from topics.supervisor.status import ArchiverStatus, Status, StatusReader, render
+from topics.supervisor.status import ArchiverStatus, PromotionStatus, Status, StatusReader, render
 from topics.terminal import coloured
 
 ROLES = (Role.FRONTEND, Role.WALSHARD, Role.COMPACTOR)
@@ -392,3 +392,24 @@ def test_the_row_of_the_archive_says_what_its_lag_is(
     archiver = ArchiverStatus(lag_ms, moment_age_ms, 0, 0, 0, 0, 0, 0, 0, 0, taken_over=False, follows=follows)
     last = render(Status(state="running", data_dir="d", pid=1, archiver=archiver)).splitlines()[-1]
     assert last.startswith(f"{said}  ")
+
+
+_WITHDRAWS = "`topics-supervisor promote --cancel` withdraws it"
+
+
+@pytest.mark.parametrize(
+    ("promotion", "said"),
+    [
+        ((90_000, False, None), f": {_WITHDRAWS}"),
+        ((90_000, False, "archive"), f", as the archive cannot be used now (its log says more): {_WITHDRAWS}"),
+        (
+            (90_000, True, "damage"),
+            ", as the archive is damaged (its log says more): the leader's history is closed, so it goes on by itself",
+        ),
+    ],
+)
+def test_a_line_says_that_a_promotion_waits(promotion: tuple[int, bool, str | None], said: str) -> None:
+    waits = PromotionStatus(*promotion)
+    archiver = ArchiverStatus(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, taken_over=False, follows=True, promotion=waits)
+    last = render(Status(state="running", data_dir="d", pid=1, archiver=archiver)).splitlines()[-1]
+    assert last == f"a promotion was asked for 1 min 30 s ago and has not come about{said}"

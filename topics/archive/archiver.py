@@ -271,7 +271,7 @@ class Archiver:
             if not self._plan.keep_ms:
                 return
             removed = prune(self._archive, before_ms)
-        except OSError as error:
+        except (OSError, ArchiveDamagedError) as error:
             self._tell(error, "the archive cannot be pruned now, which will be repeated")
             return
         log.info("pruned the archive", **{kind: getattr(removed, kind) for kind in removed.__struct_fields__})

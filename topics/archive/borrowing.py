@@ -104,7 +104,8 @@ class Homecoming:
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-            log.warning("the loan of a copy before cannot be ended: delete it", loan=former, reason=said(error))
+            loan = self._archive.store.place(former)
+            log.warning("the loan of a copy before cannot be ended: delete it", loan=loan, reason=said(error))
             remove_borrowed(self._fs, self._data_dir)
         who = f"{os.uname().nodename}:{self._data_dir}"
         try:

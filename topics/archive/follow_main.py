@@ -1,8 +1,8 @@
 """The process of a follower that takes what the leader ships, in the place of an archiver.
 
 It writes the follower's logs, segments and snapshots; the shards read them as far as the control page says. SIGUSR1
-(`topics-supervisor promote`) has it take over from the leader. A thread does the work, since a request to a bucket may
-hang.
+(`topics-supervisor promote`) has it take over from the leader, SIGUSR2 (`promote --cancel`) withdraws that. A thread
+does the work, since a request to a bucket may hang.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Final
 from topics.archive.archiver import LEADER_SIGN_MS
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.main import REQUEST_MS, STOP, stand_by
-from topics.archive.promoting import begin_promotion, promote
+from topics.archive.promoting import begin_promotion, promote, require_history
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role, Trouble
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, open_archive
@@ -85,7 +85,34 @@ class Follower:
         self._sign_by_ms = 0
         """Monotonic time at which the leader counts as gone unless it gives a sign."""
         self.exit_code: int | None = None
-        self.promote = threading.Event()
+        self._beginning = threading.RLock()
+        """Held while a promotion is asked for, withdrawn or begun. A handler of a signal may interrupt another one."""
+
+    def ask_promotion(self) -> None:
+        """Take over from the leader as soon as the archive is there. Another thread may call this."""
+        with self._beginning:
+            if not self._cell.get("promotion_ms"):
+                self._cell.set("promotion_ms", self._clock.now_ms())
+
+    def withdraw_promotion(self) -> None:
+        """Do not take over, unless that has begun. Another thread may call this."""
+        with self._beginning:
+            if not self._cell.get("promotion_begun"):
+                self._cell.set("promotion_ms", 0)
+
+    def _begin_promotion(self, is_gone: bool = False) -> bool:
+        """Begin to take over, if a command asks for that or the leader is gone. False without an effect if neither."""
+        with self._beginning:
+            if not is_gone and not self._cell.get("promotion_ms"):
+                return False
+            self._show_promotion()  # first: a note that could not be written may be there all the same
+            begin_promotion(self._replica)
+            return True
+
+    def _show_promotion(self) -> None:
+        """Show that a promotion is under way, which nobody can withdraw."""
+        self._cell.set("promotion_begun", 1)
+        self.ask_promotion()
 
     def work(self, stop: threading.Event) -> None:
         """Follow until `stop` is set or `exit_code` says how the process has to end."""
@@ -103,6 +130,8 @@ class Follower:
             if is_first:
                 note = read_note(self._fs, self._settings.data_dir)
                 assert note is not None
+                if note.fence_id:  # begun in a former life
+                    self._show_promotion()
                 if self._replica.begin(note):
                     log.info("the service is copied; it starts", generation=self._replica.note.generation)
                     self.exit_code = EXIT_AGAIN
@@ -123,14 +152,16 @@ class Follower:
             self._show()
             is_gone = self._is_leader_gone(has_news)  # asked before the rest, which may take longer than a sign may
             self._fetch()
-            if self._clock.monotonic_ms() >= self._look_not_before_ms and not self.promote.is_set():
+            if self._clock.monotonic_ms() >= self._look_not_before_ms and not cell.get("promotion_ms"):
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
                 with self._uncounted():
                     self._tend_base()
-            if is_gone or self.promote.is_set() or self._replica.note.fence_id:
-                promote(self._replica, self._clock, socket.gethostname())
-                log.info("this service leads from now on; it starts again", url=self._replica.note.url)
-                self.exit_code = EXIT_AGAIN
+            if is_gone or cell.get("promotion_ms"):
+                require_history(replica)
+                if self._begin_promotion(is_gone):
+                    promote(replica, self._clock, socket.gethostname())
+                    log.info("this service leads from now on; it starts again", url=replica.note.url)
+                    self.exit_code = EXIT_AGAIN
         except BeginAnewError as error:
             log.error("following begins anew: everything is copied again", reason=str(error))
             begin_anew(self._fs, self._settings.data_dir, self._replica.note.url, self._replica.note)
@@ -139,14 +170,16 @@ class Follower:
             log.error("cannot follow", reason=str(error))
             self.exit_code = EXIT_REFUSED
         except _FAILURES as error:
-            is_stuck = isinstance(error, ArchiveDamagedError) and self._replica.note.fence_id
-            self._fail(_PROMOTING if is_stuck else _FOLLOWING, error)
+            is_damaged = isinstance(error, ArchiveDamagedError)
+            cell.set("trouble", Trouble.DAMAGE if is_damaged else Trouble.ARCHIVE)
+            self._fail(_PROMOTING if is_damaged and self._replica.note.fence_id else _FOLLOWING, error)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             return pause_ms / 1000
         else:
             self._failures = 0
             self._told.pop(_FOLLOWING, None)
+            cell.set("trouble", Trouble.NONE)
         return 0
 
     def _fail(self, what: str, error: Exception) -> None:
@@ -161,7 +194,8 @@ class Follower:
         note = self._replica.note
         if self._replica.is_over:
             self._tells = False  # it would tell of the next generation
-        if self.promote.is_set() or self._replica.is_over or not self._leader.is_due(note.leader_url):
+        is_heard = not self._cell.get("promotion_ms") and not self._replica.is_over
+        if not is_heard or not self._leader.is_due(note.leader_url):
             return False
         told, asked_ms = self._tells, self._clock.now_ms()
         try:
@@ -209,8 +243,7 @@ class Follower:
         except _FAILURES as error:
             self._has_sign()  # counts as a sign: the leader may not reach the archive either
             if isinstance(error, ArchiveDamagedError):  # a base may be behind the damage
-                if self.promote.is_set():
-                    begin_promotion(self._replica)
+                self._begin_promotion()
                 self._tend_base()
             raise
         if self._replica.note.piece != moment:
@@ -302,5 +335,6 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     helper = ThreadPoolExecutor(2, "archive")
     follower = Follower(replica, fs, settings, shared, clock, LeaderTail(settings.follow_key, clock), helper)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
-    signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.ask_promotion())
+    signal.signal(signal.SIGUSR2, lambda _number, _frame: follower.withdraw_promotion())
     return stand_by(cell, clock, follower.work, helper, code=lambda: follower.exit_code)

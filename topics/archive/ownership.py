@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count, takewhile
 
 from topics.core.clock import Clock
-from topics.storage.archive_objects import Archive, Generation, Piece, encode, piece_name
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Generation, Piece, encode, piece_name
 from topics.storage.filesystem import FileSystem
 from topics.storage.notes import note_path
-from topics.storage.service_id import ARCHIVE_NAME, archive_place
+from topics.storage.service_id import ARCHIVE_NAME, archive_note
 from topics.terminal import plural
 
 
@@ -26,13 +27,23 @@ class OtherShipperError(Exception):
 class TakenOverError(OtherShipperError):
     """Another service took over from this one, which can ship nothing into the archive any more."""
 
+    leader_url = ""
+    """The address of the service that leads now, if the archive has it."""
+
 
 def taken_over(archive: Archive, by: str) -> TakenOverError:
     """Return the error for the service from which `by` took over."""
-    return TakenOverError(
-        f"{archive.store.place('')}: {by} took over from this service. Stop it and use the other one; or give it an"
-        " archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
+    url = ""
+    with suppress(OSError, ArchiveDamagedError):
+        newest = max(archive.generations(), default=0)
+        number = archive.last_piece(newest, max(archive.bases(newest), default=0))
+        url = archive.piece(newest, number)[0].leader_url if number else ""
+    error = TakenOverError(
+        f"{archive.store.place('')}: {by} took over from this service. Stop it and use the other one"
+        f"{url and f', {url}'}; or give it an archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
     )
+    error.leader_url = url
+    return error
 
 
 def require_own(archive: Archive, newest: Generation, last: Piece | None, service_id: str) -> None:
@@ -55,7 +66,7 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
 def require_there(archive: Archive, numbers: Sequence[int], fs: FileSystem, data_dir: str) -> None:
     """Raise OSError if the archive has no generations (`numbers`) though this service has shipped there."""
     place = archive.store.place("")
-    if not numbers and archive_place(fs, data_dir) == place:
+    if not numbers and (note := archive_note(fs, data_dir)) is not None and note.place == place:
         way_out = f"mount its disk, or, if that is lost for good, remove {note_path(data_dir, ARCHIVE_NAME)}"
         raise FileNotFoundError(errno.ENOENT, f"is empty, and this service had its archive there: {way_out}", place)
 

@@ -1,7 +1,8 @@
 """The role of a service: whether it leads or follows, by its setting `follow` and its directory's note; and promotion.
 
-A follower is promoted in two steps. While it runs it closes the leader's history and copies all of it (`promote`). Then
-all its processes end, `finish_promotion` lets the directory lead, and they start again. Each step can be repeated.
+A follower is promoted in three steps. While it runs it notes that it takes over (`begin_promotion`): until then a
+promotion can be withdrawn. It closes the leader's history and copies all of it (`promote`). Then all its processes end,
+`finish_promotion` lets the directory lead, and they start again. Each step can be repeated.
 """
 
 from __future__ import annotations
@@ -56,6 +57,16 @@ def take_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
     return settings
 
 
+def require_history(replica: Replica) -> None:
+    """Raise OSError unless the archive is there, and BeginAnewError unless it still has what the follower follows. Then
+    a promotion may begin.
+    """
+    generation = replica.note.generation
+    replica.require_archive()
+    if not replica.archive.has_generation(generation):
+        raise _given_up(replica, f"generation {generation} of the archive is pruned: it goes on elsewhere")
+
+
 def begin_promotion(replica: Replica) -> None:
     """Note that a promotion is under way: it goes on after each start, also with another copy."""
     if not replica.note.fence_id:
@@ -63,17 +74,14 @@ def begin_promotion(replica: Replica) -> None:
 
 
 def promote(replica: Replica, clock: Clock, by: str) -> None:
-    """Have a follower take over from its leader: close the leader's history, copy all that it has shipped, keep what it
-    has told, and note that this service leads from now on. `by` is the follower's name for people.
+    """Have a follower take over from its leader once it has begun to: close the leader's history, copy all that it has
+    shipped, keep what it has told, and note that this service leads from now on. `by` is the follower's name for
+    people.
 
     Raise BeginAnewError if another service has taken over already, or the directory cannot get to the end of the
     history. After OSError and ArchiveDamagedError, call it again.
     """
     generation = replica.note.generation
-    replica.require_archive()
-    if not replica.archive.has_generation(generation):
-        raise _given_up(replica, f"generation {generation} of the archive is pruned: it goes on elsewhere")
-    begin_promotion(replica)  # not before the archive is there: until then a restart ends what a command asked for
     _close(replica, generation, replica.laid_piece, clock, by)
     _close_later(replica, clock, by)
     _take_rest(replica)

@@ -12,7 +12,7 @@ import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
     def warn(self) -> None:
         """Say that a newer base cannot be used, if that is so."""
         if self.damage is not None:
-            what = "a base cannot be used: an older one gives this moment"
+            what = "a base cannot be used: an older one is tried, from which the moment is the same"
             log.warning(what, base=self.base.number, reason=str(self.damage))
 
 
@@ -154,8 +154,56 @@ def _way(archive: Archive, number: int, bases: list[int], numbers: Iterable[int]
 
 
 def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int) -> int:
-    """Return the last piece of `low`..`last` that was taken at or before `ts_ms`, as piece `low` was."""
-    return low + bisect_right(range(low + 1, last + 1), ts_ms, key=lambda at: archive.piece(generation, at)[0].taken_ms)
+    """Return the last piece of `low`..`last` that was taken at or before `ts_ms`, as piece `low` was. A damaged one is
+    passed over before a whole one of that time, and behind one of `ts_ms` itself; else raise ArchiveDamagedError.
+    """
+
+    def taken_ms(number: int) -> int:
+        return archive.piece(generation, number)[0].taken_ms
+
+    with suppress(ArchiveDamagedError):
+        return low + bisect_right(range(low + 1, last + 1), ts_ms, key=taken_ms)
+    found, found_ms, damage = low, _taken_ms(archive, generation, low), None
+    for number in range(low + 1, last + 1):
+        try:
+            if (next_ms := taken_ms(number)) > ts_ms:
+                break
+            found, found_ms, damage = number, next_ms, None
+        except ArchiveDamagedError as error:
+            damage = error
+    if damage is not None and found_ms < ts_ms:
+        raise damage
+    return found
+
+
+def last_whole_ms(archive: Archive, until_ms: int | None) -> int | None:
+    """Return the time of the last moment, or the last one up to `until_ms`, that a restore can get to as far as bases
+    and pieces tell: these are read. None without one. Raise OSError, ArchiveDamagedError.
+    """
+    for number in reversed(archive.generations()):
+        bases = archive.bases(number)
+        last = archive.last_piece(number, max(bases, default=0))
+        for base_no in reversed(bases):
+            with suppress(ArchiveDamagedError):
+                archive.generation(number)
+                base, _ = archive.base(number, base_no)
+                if any(ref in archive.damaged for ref in base.files):
+                    continue
+                for piece in reversed(_whole_pieces(archive, number, base, last)):
+                    is_moment = piece.number == base_no or (piece.is_moment and piece.number > base_no)
+                    if is_moment and (until_ms is None or piece.taken_ms <= until_ms):
+                        return piece.taken_ms
+    return None
+
+
+def _whole_pieces(archive: Archive, generation: int, base: Base, last: int) -> list[Piece]:
+    """Return the pieces from a base's first one on, up to the first that is damaged or does not go on."""
+    found: list[Piece] = []
+    with suppress(ArchiveDamagedError):
+        for number in range(base.first_piece, last + 1):
+            found.append(archive.piece(generation, number)[0])
+    lacks = gap(base, found)
+    return found[: lacks - base.first_piece] if lacks else found
 
 
 def _moment(archive: Archive, generation: int, bases: list[int], numbers: Iterable[int]) -> Piece | None:
@@ -346,7 +394,7 @@ class Restore:
         left = self._give_up()  # left by a restore that was killed, or lost the archive
         if left is not None:
             what = "the loan of a restore before cannot be ended, and holds back every pruning: delete it"
-            log.warning(what, archive=left.place, loan=left.loan)
+            log.warning(what, loan=open_archive(self._fs, left.place).place(left.loan))
         shutil.rmtree(layout.meta_dir(self._making), ignore_errors=True)
         try:
             topics = self._make(clock.now_ms())

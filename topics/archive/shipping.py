@@ -17,7 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from topics.archive.base_files import BaseFiles
-from topics.archive.ownership import OtherShipperError, close_former, newest_generation, require_own, require_there
+from topics.archive.ownership import (
+    OtherShipperError,
+    TakenOverError,
+    close_former,
+    newest_generation,
+    require_own,
+    require_there,
+)
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.storage.archive_objects import (
@@ -40,7 +47,7 @@ from topics.storage.archive_objects import (
 from topics.storage.filesystem import said
 from topics.storage.logfile import WalPosition
 from topics.storage.origin import LogPlace, Origin, OriginGoneError, TxnState
-from topics.storage.service_id import keep_archive_place
+from topics.storage.service_id import ArchiveNote, keep_archive_note
 from topics.storage.snapshot import load_snapshot
 
 PIECE_BYTES: Final = 4 << 20
@@ -123,9 +130,16 @@ class Shipper:
         """Find the end of the archive, and go on there. Begin a new generation if the last one is closed, the directory
         went back, or its logs are others now.
         """
+        try:
+            self._begin()
+        except TakenOverError as error:
+            self._note_place(error.leader_url)
+            raise
+        self._note_place()
+
+    def _begin(self) -> None:
         numbers = self._archive.generations()  # once: a generation that begins later makes what follows fail
-        fs, data_dir = self._origin.fs, self._origin.data_dir
-        require_there(self._archive, numbers, fs, data_dir)
+        require_there(self._archive, numbers, self._origin.fs, self._origin.data_dir)
         newest = newest_generation(self._archive, numbers, self._service_id)
         is_open = False
         if newest is not None:
@@ -140,9 +154,12 @@ class Shipper:
             number = max(numbers, default=0) + 1
             self._new_generation(number, logs, _former_ids(newest, self._service_id))
             close_former(self._archive, number - 1, self._clock, self._service_id)
+
+    def _note_place(self, leader_url: str = "") -> None:
         if self._notes_place:
+            note = ArchiveNote(self._store.place(""), leader_url)
             try:
-                keep_archive_place(fs, data_dir, self._store.place(""))
+                keep_archive_note(self._origin.fs, self._origin.data_dir, note)
             except OSError as error:  # shipping does not need the note
                 log.warning("where the archive is cannot be noted, which the next start repeats", reason=said(error))
 

@@ -15,7 +15,7 @@ from topics.archive.restoring import NotThereError
 from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, mebibytes, place, show
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
+from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 from topics.terminal import plural
 
@@ -46,8 +46,6 @@ def _verb(verbs: Any, name: str, work: Work, about: str, examples: str) -> argpa
 def _opened(options: argparse.Namespace) -> Archive:
     archive = Archive(open_archive(OsFileSystem(), options.place))
     if not archive.generations():
-        if archive.store.list("g"):
-            raise ArchiveDamagedError(f"{archive.store.place('generations/')}: is lost; put it back from a copy")
         raise NotThereError(f"{archive.store.place('')}: there is no archive here")
     return archive
 
@@ -94,10 +92,11 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 def _loan(archive: Archive, name: str) -> str:
     """Return who reads files of a base, and until when."""
+    where = archive.store.place(name)
     with suppress(FileNotFoundError):
         to = archive.store.read_range(name, 0, archive.store.len(name)).decode(errors="replace")
-        return f"{to} was made of it and has not fetched all; if it is gone for good, delete {name}"
-    return f"{name} has just ended"
+        return f"{to} was made of it and has not fetched all; if it is gone for good, delete {where}"
+    return f"{where} has just ended"
 
 
 def _run_prune(options: argparse.Namespace) -> int:

@@ -11,14 +11,14 @@ from typing import Final
 import msgspec
 
 from topics.archive.ownership import close_archive
-from topics.archive.restoring import Restore, Restored, WantedMoment, plan, reserved
+from topics.archive.restoring import Restore, Restored, WantedMoment, last_whole_ms, plan, reserved
 from topics.cli.archive_shared import PLACE, directory, fill_command, mebibytes, place, require_apart, show
 from topics.cli.read import timestamp_ms
 from topics.cli.shared import end_in_order, positive
 from topics.core.clock import SystemClock, iso
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, base_name, open_archive
-from topics.storage.filesystem import OsFileSystem
+from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.terminal import plural
 
 _ABOUT: Final = """Make a data directory from an archive, as the service was at the last moment there, or at an earlier
@@ -66,21 +66,16 @@ def _run(options: argparse.Namespace) -> int:
     require_apart(options.data_dir, options.place)
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
-    if options.take_over:
-        with reserved(options.data_dir):
-            plan(archive, WantedMoment())  # raises if nothing can be restored, before the former service is shut out
-            close_archive(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
     topic, seq = options.to_seq or (None, 0)
-    wanted, lender = WantedMoment(options.to_ts, topic, seq), None if options.copy else options.place
-    with progress("object", 0) as bar:
-        done: Restored | None = None
-        while done is None:
-            found = plan(archive, wanted)
-            found.warn()
-            try:
-                done = Restore(archive, found, fs, options.data_dir, partial(show, bar), lender).run(SystemClock())
-            except ArchiveDamagedError as damage:  # an older base may do
-                archive.damaged[base_name(found.generation.number, found.base.number)] = damage
+    try:
+        done = _restore(options, archive, fs, WantedMoment(options.to_ts, topic, seq))
+    except ArchiveDamagedError as damage:
+        earlier_ms = None if options.to_seq else last_whole_ms(archive, options.to_ts)
+        if earlier_ms is None:
+            raise
+        instead = " instead of --take-over" if options.take_over else ""
+        way_out = f"or restore an earlier moment, with --to-ts {iso(earlier_ms)}{instead}"
+        raise ArchiveDamagedError(f"{damage}; {way_out}") from damage
     if options.json:
         print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
     else:
@@ -94,3 +89,19 @@ def _run(options: argparse.Namespace) -> int:
                 f" from {options.place} until its service has fetched them: keep that until then"
             )
     return 0
+
+
+def _restore(options: argparse.Namespace, archive: Archive, fs: FileSystem, wanted: WantedMoment) -> Restored:
+    if options.take_over:
+        with reserved(options.data_dir):
+            plan(archive, WantedMoment())  # raises if nothing can be restored, before the former service is shut out
+            close_archive(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
+    lender = None if options.copy else options.place
+    with progress("object", 0) as bar:
+        while True:
+            found = plan(archive, wanted)
+            found.warn()
+            try:
+                return Restore(archive, found, fs, options.data_dir, partial(show, bar), lender).run(SystemClock())
+            except ArchiveDamagedError as damage:  # an older base may do
+                archive.damaged[base_name(found.generation.number, found.base.number)] = damage

@@ -300,8 +300,15 @@ class Archive:
         """Damage that a copy has met, by names of bases, and files. Another copy needs another base."""
 
     def generations(self) -> list[int]:
-        """Return the numbers of all generations, ascending."""
-        return self._numbers(f"{_GENERATIONS}/")
+        """Return the numbers of all generations, ascending; none for no archive. Raise ArchiveDamagedError if all of
+        them are gone and other objects are there.
+        """
+        numbers = self._numbers(f"{_GENERATIONS}/")
+        # A list may be old, so each generation of which there are objects is looked for.
+        others = [] if numbers else sorted({int(name[1:9]) for name in self.store.list("g0")})
+        if others and not any(map(self.has_generation, others)):
+            raise ArchiveDamagedError(f"{self.store.place(f'{_GENERATIONS}/')}: is lost; put it back from a copy")
+        return numbers
 
     def generation(self, number: int) -> Generation:
         return self._header(generation_name(number), Generation)[0]
@@ -324,6 +331,10 @@ class Archive:
         """Return the removals that are under way, also those of a pruning that was killed."""
         names = self.store.list(removal_name(generation, 0)[:-12])
         return [self._header(name, Removal)[0] for name in names]
+
+    def pieces(self, generation: int) -> list[int]:
+        """Return the numbers of all pieces of a generation, ascending."""
+        return self._numbers(piece_name(generation, 0)[:-12])
 
     def has_piece(self, generation: int, number: int) -> bool:
         return self.store.exists(piece_name(generation, number))

@@ -77,23 +77,27 @@ def epoch_mask(fs: FileSystem, data_dir: str) -> int:
     return 0 if note is None else int(note.epoch_mask, 16)
 
 
-class _ArchiveNote(msgspec.Struct):
+class ArchiveNote(msgspec.Struct):
+    """The note that says where the service ships its archive. Once another service took over from this one,
+    `leader_url` is the address of the one that leads there, "" if it is not known.
+    """
+
     place: str
+    leader_url: str = ""
     version: int = VERSION
 
 
-def archive_place(fs: FileSystem, data_dir: str) -> str | None:
-    """Return where the service has shipped an archive, None if nowhere. Raise OSError, also for a damaged file."""
-    note = read_note_file(fs, data_dir, ARCHIVE_NAME, _ArchiveNote, "remove it if the archive is there")
-    return None if note is None else note.place
+def archive_note(fs: FileSystem, data_dir: str) -> ArchiveNote | None:
+    """Return the note, None if the service has shipped nowhere. Raise OSError, also for a damaged file."""
+    return read_note_file(fs, data_dir, ARCHIVE_NAME, ArchiveNote, "remove it if the archive is there")
 
 
-def keep_archive_place(fs: FileSystem, data_dir: str, place: str) -> None:
-    """Note where the service ships its archive, durably; a damaged note is replaced. Raise OSError."""
+def keep_archive_note(fs: FileSystem, data_dir: str, note: ArchiveNote) -> None:
+    """Write the note durably unless it is there; a damaged one is replaced. Raise OSError."""
     with suppress(OSError):
-        if archive_place(fs, data_dir) == place:
+        if archive_note(fs, data_dir) == note:
             return
-    write_note_file(fs, data_dir, ARCHIVE_NAME, msgspec.json.encode(_ArchiveNote(place)))
+    write_note_file(fs, data_dir, ARCHIVE_NAME, msgspec.json.encode(note))
 
 
 def describe(service_id: str, data_dir: str) -> str:

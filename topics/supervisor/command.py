@@ -70,9 +70,9 @@ _PROMOTE_CODES = """The former leader can acknowledge nothing as archived any mo
 once it notices. All that it had shipped is here. The rest is lost, and told: topics have another epoch and a gap.
 
 exit codes:
-  0  the service leads, and every process is ready
-  1  not promoted within the time, or refused: the service's log says why. After the time it goes on to try: a restart
-     ends that, unless it has begun to take over, as the message says then
+  0  the service leads, and every process is ready; with --cancel: the promotion is withdrawn
+  1  not promoted within the time, or refused: the service's log says why. After the time it goes on to try: --cancel
+     ends that, unless it has begun to take over, as the message says then. With --cancel: too late, or none waits
   2  bad settings or usage
   3  not running
   5  it leads already"""
@@ -193,21 +193,23 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _promote(settings: Settings, options: argparse.Namespace) -> int:
-    from topics.supervisor.promote import NotFollowingError, promote
+    from topics.supervisor.promote import NotFollowingError, cancel, promote
 
+    work, what = (cancel, "withdrawn") if options.cancel else (promote, "promoted")
     try:
-        promoted = promote(settings.data_dir, options.timeout_ms)
+        done = work(settings.data_dir, options.timeout_ms)
     except NotFollowingError:
         problem, code = "the service follows no other one: it leads", EXIT_LEADS
     except (OSError, ValueError) as error:
         problem, code = said(error), EXIT_DEGRADED
     else:
-        if promoted is None:
-            problem, code = "not running: start it, it promotes nothing by itself", EXIT_NOT_RUNNING
+        if done is None:
+            way_out = "" if options.cancel else ": start it, it promotes nothing by itself"
+            problem, code = f"not running{way_out}", EXIT_NOT_RUNNING
         else:
-            print(msgspec.json.encode(promoted).decode() if options.json else promoted.words)
+            print(msgspec.json.encode(done).decode() if options.json else done.words)
             return 0
-    print(f"topics-supervisor: not promoted: {problem}", file=sys.stderr)
+    print(f"topics-supervisor: not {what}: {problem}", file=sys.stderr)
     return code
 
 
@@ -297,6 +299,9 @@ def _parser() -> argparse.ArgumentParser:
     help = "have a running service that follows another one take over from it"
     promoting = add(_promote, help, _PROMOTE_CODES, "config", "data_dir")
     promoting.add_argument("--json", action="store_true", help="one JSON object")
+    promoting.add_argument(
+        "--cancel", action="store_true", help="withdraw a promotion that has not closed the leader's history yet"
+    )
     promoting.add_argument(
         "--timeout-ms", type=int, default=PROMOTE_TIMEOUT_MS, help="how long to wait, default %(default)s"
     )

@@ -17,13 +17,14 @@ from topics import __version__
 from topics.core.clock import Clock
 from topics.setting_values import MIB
 from topics.shm import shm_names
-from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, latency_quantile_us
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, Trouble, latency_quantile_us
 from topics.storage.filesystem import WritePath
 from topics.storage.lock import holder_pid, is_running, may_hold
 from topics.supervisor.listeners import show
 from topics.supervisor.signals import show_exit
 from topics.terminal import Cell, Paint, Styled, duration, plain, plural, table
 
+_TROUBLES: Final = {"archive": "the archive cannot be used now", "damage": "the archive is damaged"}
 _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
 
@@ -99,6 +100,16 @@ class CompactorStatus(msgspec.Struct, frozen=True):
     failures: int
 
 
+class PromotionStatus(msgspec.Struct, frozen=True):
+    """A promotion that was asked for and has not come about."""
+
+    age_ms: int
+    begun: bool
+    """True once the leader's history is closed, or about to be: it goes on by itself."""
+    trouble: str | None
+    """The reason why the last try failed, `archive` or `damage`; None while it has not failed."""
+
+
 class ArchiverStatus(msgspec.Struct, frozen=True):
     """The archive since the service was started. `lag_ms` is 0 while the archive has everything that is committed. In a
     follower `lag_ms` is how old its state may be.
@@ -120,6 +131,7 @@ class ArchiverStatus(msgspec.Struct, frozen=True):
     """True if another service took over: this one only reads."""
     follows: bool
     """True if this service is a copy of the one in the archive."""
+    promotion: PromotionStatus | None = None
 
 
 class FrontendStatus(msgspec.Struct, frozen=True):
@@ -299,12 +311,16 @@ def _compactor(page: ControlPage, now_ms: int) -> CompactorStatus:
 
 
 def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
-    cell = page.cell(Role.ARCHIVER, 0).read()
+    cell, promotion = page.cell(Role.ARCHIVER, 0).read(), None
+    if (age_ms := _age_ms(cell["promotion_ms"], now_ms)) is not None:
+        trouble = Trouble(cell["trouble"]).name.lower() if cell["trouble"] else None
+        promotion = PromotionStatus(age_ms, bool(cell["promotion_begun"]), trouble)
     return ArchiverStatus(
         lag_ms=page.archive_lag_ms(now_ms),
         moment_age_ms=_age_ms(cell["moment_ms"], now_ms),
         taken_over=page.is_taken_over,
         follows=page.follows,
+        promotion=promotion,
         **_figures(cell, "moments bases objects bytes failures holes segments_borrowed borrowed_bytes"),
     )
 
@@ -381,6 +397,7 @@ def render(status: Status, paint: Paint = plain) -> str:
         _table([_compactor_row(one) for one in (status.compactor,) if one is not None], paint),
         _table([_archiver_row(one) for one in (status.archiver,) if one is not None], paint),
         *(_borrowed_line(one, paint) for one in borrowers if one is not None and one.segments_borrowed),
+        *(_promotion_line(one.promotion, paint) for one in (status.archiver,) if one is not None and one.promotion),
     )
     return "\n".join([_summary(status, paint), *filter(None, tables)])
 
@@ -465,6 +482,15 @@ def _compactor_row(compactor: CompactorStatus) -> _Row:
 def _borrowed_line(one: CompactorStatus | ArchiverStatus, paint: Paint) -> str:
     what = f"{one.segments_borrowed} segments ({one.borrowed_bytes / MIB:,.1f} MiB)"
     return f"{paint(what, 'warn')} are still in the archive that this service was made of: keep it\n"
+
+
+def _promotion_line(promotion: PromotionStatus, paint: Paint) -> str:
+    what = paint(f"a promotion was asked for {duration(promotion.age_ms)} ago", "warn")
+    why = f", as {_TROUBLES[promotion.trouble]} (its log says more)" if promotion.trouble else ""
+    goes_on = "`topics-supervisor promote --cancel` withdraws it"
+    if promotion.begun:
+        goes_on = "the leader's history is closed, so it goes on by itself"
+    return f"{what} and has not come about{why}: {goes_on}\n"
 
 
 def _archiver_row(archiver: ArchiverStatus) -> _Row:
