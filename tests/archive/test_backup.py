@@ -76,7 +76,7 @@ def test_a_stopped_service_is_backed_up_and_restored(tmp_path: Path) -> None:
         assert json.loads(run("archive", "verify", place, "--json")) == {"problems": []}
     problem = following_problem(Archive(open_archive(OsFileSystem(), str(place))), 2)
     assert problem == "the service there has 1 shard: set TOPICS_WAL_SHARDS=1"
-    with restored(place, tmp_path / "restored", shards=3) as other:  # another count of shards
+    with restored(place, tmp_path / "restored", env=SMALL, shards=3) as other:  # another count of shards
         assert read(other.client, "orders")[0] == expected
         cut(other)
         # The seqs of the gap `restored` are no records.
@@ -280,7 +280,7 @@ def test_an_archive_whose_generations_are_lost_is_no_empty_place(tmp_path: Path)
         write(service.client, "orders", 1)
         backup(service, place)
         (place / "archive/generations").rename(tmp_path / "generations")
-        lost = f"{place}/archive/generations/: is lost; put it back from a copy"
+        lost = f"{place}/archive/generations/: is lost; put it back from a copy, or use another place"
         assert lost in run("backup", "--data-dir", tmp_path / "data", "--to", place, code=1)
     for command in (["restore"], ["archive", "list"], ["archive", "verify"], ["archive", "prune", "--keep", "0"]):
         into = ["--data-dir", tmp_path / "new"] if command == ["restore"] else []

@@ -576,10 +576,13 @@ def test_a_loan_that_the_next_restore_cannot_end_either_is_named(borrowing: Borr
     with patch.object(LocalStore, "delete", side_effect=OSError("refused")), capture_logs() as logged:
         borrowing.restore(target)
     [warning] = [line for line in logged if line["log_level"] == "warning"]
-    assert warning["loan"] == note.loan
+    assert warning["loan"] == borrowing.archive.store.place(note.loan)
 
 
-def test_a_loan_does_not_count_as_ended_while_the_archive_is_away(borrowing: Borrowing, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["", "archive/generations"])
+def test_a_loan_does_not_count_as_ended_while_the_archive_is_away(
+    borrowing: Borrowing, tmp_path: Path, what: str
+) -> None:
     """The disk of its folder is not mounted, say."""
 
     def has_all() -> bool:
@@ -588,11 +591,11 @@ def test_a_loan_does_not_count_as_ended_while_the_archive_is_away(borrowing: Bor
         return borrowing.borrowed() == []
 
     poll("all data to be here", has_all, 20.0)
-    away = borrowing.place.rename(tmp_path / "away")
+    away = (borrowing.place / what).rename(tmp_path / "away")
     for _ in range(4):
         borrowing.go_on()
     assert read_borrowed(FS, borrowing.data_dir) is not None
-    away.rename(borrowing.place)
+    away.rename(borrowing.place / what)
     borrowing.all_home()
     assert borrowing.archive.loans(1) == {}
 

@@ -14,8 +14,9 @@ from tests.archive.services import COMMAND, run
 from tests.archive.test_borrowing import FS, ship
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from topics.archive import shipping
 from topics.archive.inspection import check, prune
-from topics.archive.restoring import Restore, WantedMoment, plan
+from topics.archive.restoring import Restore, WantedMoment, last_whole_ms, plan
 from topics.archive.shipping import Shipper
 from topics.core.clock import iso
 from topics.shm.topic_messages import DeleteRecords
@@ -147,7 +148,7 @@ def test_a_moment_that_no_older_base_reaches_is_refused(based: Based) -> None:
         problem = run("restore", based.place, "--data-dir", data_dir, option, code=1)
         assert f"{damaged}: checksum does not match; no older base" in problem, option
         assert "put it back from a copy" in problem
-        instead = " instead of --take-over" if option == "--take-over" else ""
+        instead = " instead of --take-over, once the former service is stopped" if option == "--take-over" else ""
         way_out = f"; or restore an earlier moment, with --to-ts {iso(first_ms)}{instead}\n"
         assert problem.endswith(way_out) == ("--to-seq" not in option), option
     assert not based.archive.has_piece(1, based.last + 1), "the former service is not shut out"
@@ -188,6 +189,35 @@ def test_the_last_moment_before_a_damaged_piece_is_named_and_restored(tmp_path: 
     restored.close()
 
 
+def test_a_part_of_a_moment_is_no_moment_before_its_damaged_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All pieces of a long moment have its time: the one before was restored instead, without a word."""
+    monkeypatch.setattr(shipping, "PIECE_BYTES", 1)
+    rig, archive = Rig(str(tmp_path / "data")), Archive(open_archive(FS, str(tmp_path / "archive")))
+    rig.append("t", b"0")
+    shipper = shipper_of(rig, archive)
+    shipper.base()
+    [base] = archive.bases(1)
+    rig.clock.ms += 1000
+    for number in range(1, 6):
+        rig.append("t", b"%d" % number)
+    shipper.ship()
+    last = archive.last_piece(1, base)
+    pieces = [archive.piece(1, number)[0] for number in range(base + 1, last + 1)]
+    assert [piece.is_moment for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert len({piece.taken_ms for piece in pieces}) == 1 < len(pieces)
+    (path := Path(archive.store.place(piece_name(1, last)))).write_bytes(b"cut")
+    wanted = WantedMoment(ts_ms=pieces[0].taken_ms)
+    with pytest.raises(ArchiveDamagedError, match=str(path)):
+        plan(archive, wanted)
+    first_ms = archive.piece(1, base)[0].taken_ms
+    assert last_whole_ms(archive, None) == last_whole_ms(archive, pieces[0].taken_ms) == first_ms
+    assert last_whole_ms(archive, first_ms - 1) is None
+    rig.shard.close()
+    rig.close()
+
+
 def test_a_damaged_only_base_of_a_generation_is_no_reason_for_the_moment_before(based: Based) -> None:
     based.damage(base_name(1, based.first))
     damaged = based.damage(base_name(1, based.second))
@@ -224,42 +254,6 @@ def test_an_object_in_a_bad_place_of_the_disk_is_a_damaged_one(based: Based, kin
     assert found.base.number == based.second
     assert f"{path}: its disk cannot read it" in str(found.damage)
     assert [path in problem for problem in check(archive, lambda *_: None)] == [True]
-
-
-@pytest.mark.parametrize("lost", ["first", "newest", "all"])
-def test_verify_notices_moments_whose_base_was_removed(tmp_path: Path, lost: str) -> None:
-    """It called an archive whole whose first moments were gone."""
-    rig, archive = Rig(str(tmp_path / "data")), Archive(open_archive(FS, str(tmp_path / "archive")))
-    rig.append("t", b"0")
-    shipper = shipper_of(rig, archive)
-    shipper.base()
-    for number in range(3):
-        rig.append("t", b"%d" % number)
-        if number == 2:
-            Compaction(rig).cut()
-            rig.append("t", b"behind the snapshot")
-        shipper.ship()
-    shipper.base()
-    paths = [Path(archive.store.place(base_name(1, number))) for number in archive.bases(1)]
-    last = archive.base(1, archive.bases(1)[1])[0].first_piece - 1
-    copies = [path.read_bytes() for path in paths]
-    going = {"first": paths[:1], "newest": paths[1:], "all": paths}[lost]
-    for path in going:
-        path.unlink()
-    if lost == "all":
-        last = archive.last_piece(1, 0)
-    problems = check(archive, lambda *_: None)
-    # An older base gives the moments of a newer one.
-    assert [f"{archive.store.place(piece_name(1, last))}: is a moment" in one for one in problems] == [True] * (
-        lost != "newest"
-    )
-    for path, content in zip(paths, copies, strict=True):
-        path.write_bytes(content)
-    assert check(archive, lambda *_: None) == []
-    prune(archive, rig.clock.ms + 1)
-    assert (len(archive.bases(1)), check(archive, lambda *_: None)) == (1, []), "a pruning leaves no such moment"
-    rig.shard.close()
-    rig.close()
 
 
 def test_verify_notices_a_piece_that_is_missing_before_others(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
@@ -162,36 +161,13 @@ def check(archive: Archive, told: Told) -> list[str]:
         except ArchiveDamagedError as damage:
             if archive.has_generation(number):
                 problems.append(str(damage))
-        if lost := _last_without_base(archive, number):
-            place = archive.store.place(piece_name(number, lost))
-            way_out = "put that back from a copy, or remove the pieces up to this one if it is gone for good"
-            problems.append(f"{place}: is a moment, and the base that it needs was removed: {way_out}")
-        elif not base_numbers and number == numbers[-1]:
-            problems.append(f"{archive.store.place(generation_name(number))}: its first base is not complete")
         if base_numbers:
             found = list(_check_generation(archive, number, base_numbers, told))
             there = {base_no for base_no in base_numbers if found and archive.has_base(number, base_no)}
             problems += [problem for problem, needed_by in found if needed_by & there]
+        elif number == numbers[-1]:
+            problems.append(f"{archive.store.place(generation_name(number))}: its first base is not complete")
     return problems
-
-
-def _last_without_base(archive: Archive, generation: int) -> int:
-    """Return the last piece that is a moment and comes before all that the bases need, 0 without one. A service ships
-    moments behind a base only, and a pruning removes them with it: somebody else has removed that base.
-    """
-    pieces = archive.pieces(generation)  # before the bases: moments that are shipped meanwhile have a newer one
-    base_numbers = archive.bases(generation)
-    try:
-        first = archive.base(generation, base_numbers[0])[0].first_piece if base_numbers else None
-        removed = {name for removal in archive.removals(generation) for name in removal.names}
-    except ArchiveDamagedError:
-        return 0  # nobody knows what that base needs; or a pruning has just ended
-    for number in reversed(pieces):
-        if (first is None or number < first) and piece_name(generation, number) not in removed:
-            with suppress(ArchiveDamagedError):
-                if archive.piece(generation, number)[0].is_moment:
-                    return number
-    return 0
 
 
 def _check_generation(

@@ -8,6 +8,7 @@ another name and gets its own once it is whole and on the disk.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from bisect import bisect_right
@@ -155,7 +156,7 @@ def _way(archive: Archive, number: int, bases: list[int], numbers: Iterable[int]
 
 def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int) -> int:
     """Return the last piece of `low`..`last` that was taken at or before `ts_ms`, as piece `low` was. A damaged one is
-    passed over before a whole one of that time, and behind one of `ts_ms` itself; else raise ArchiveDamagedError.
+    passed over before a whole one of that time, and behind a moment of `ts_ms` itself; else raise ArchiveDamagedError.
     """
 
     def taken_ms(number: int) -> int:
@@ -163,15 +164,17 @@ def _last_at(archive: Archive, generation: int, low: int, last: int, ts_ms: int)
 
     with suppress(ArchiveDamagedError):
         return low + bisect_right(range(low + 1, last + 1), ts_ms, key=taken_ms)
-    found, found_ms, damage = low, _taken_ms(archive, generation, low), None
+    found, is_it, damage = low, _taken_ms(archive, generation, low) == ts_ms, None
     for number in range(low + 1, last + 1):
         try:
-            if (next_ms := taken_ms(number)) > ts_ms:
-                break
-            found, found_ms, damage = number, next_ms, None
+            piece, _ = archive.piece(generation, number)
         except ArchiveDamagedError as error:
             damage = error
-    if damage is not None and found_ms < ts_ms:
+            continue
+        if piece.taken_ms > ts_ms:
+            break
+        found, is_it, damage = number, piece.taken_ms == ts_ms and piece.is_moment, None
+    if damage is not None and not is_it:
         raise damage
     return found
 
@@ -180,6 +183,7 @@ def last_whole_ms(archive: Archive, until_ms: int | None) -> int | None:
     """Return the time of the last moment, or the last one up to `until_ms`, that a restore can get to as far as bases
     and pieces tell: these are read. None without one. Raise OSError, ArchiveDamagedError.
     """
+    end_ms = math.inf if until_ms is None else until_ms
     for number in reversed(archive.generations()):
         bases = archive.bases(number)
         last = archive.last_piece(number, max(bases, default=0))
@@ -187,21 +191,23 @@ def last_whole_ms(archive: Archive, until_ms: int | None) -> int | None:
             with suppress(ArchiveDamagedError):
                 archive.generation(number)
                 base, _ = archive.base(number, base_no)
-                if any(ref in archive.damaged for ref in base.files):
+                if base.taken_ms > end_ms or any(ref in archive.damaged for ref in base.files):
                     continue
-                for piece in reversed(_whole_pieces(archive, number, base, last)):
-                    is_moment = piece.number == base_no or (piece.is_moment and piece.number > base_no)
-                    if is_moment and (until_ms is None or piece.taken_ms <= until_ms):
+                for piece in reversed(_whole_pieces(archive, number, base, last, end_ms)):
+                    if piece.number == base_no or (piece.is_moment and piece.number > base_no):
                         return piece.taken_ms
     return None
 
 
-def _whole_pieces(archive: Archive, generation: int, base: Base, last: int) -> list[Piece]:
-    """Return the pieces from a base's first one on, up to the first that is damaged or does not go on."""
+def _whole_pieces(archive: Archive, generation: int, base: Base, last: int, end_ms: float) -> list[Piece]:
+    """Return the pieces from a base's first one on, up to `end_ms` and the first that is damaged or does not go on."""
     found: list[Piece] = []
+    numbers = range(base.first_piece, last + 1)
     with suppress(ArchiveDamagedError):
-        for number in range(base.first_piece, last + 1):
-            found.append(archive.piece(generation, number)[0])
+        for _, (piece, _) in fetched_ahead(partial(archive.piece, generation), numbers):
+            if piece.taken_ms > end_ms:
+                break
+            found.append(piece)
     lacks = gap(base, found)
     return found[: lacks - base.first_piece] if lacks else found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -70,12 +71,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         done = _restore(options, archive, fs, WantedMoment(options.to_ts, topic, seq))
     except ArchiveDamagedError as damage:
-        earlier_ms = None if options.to_seq else last_whole_ms(archive, options.to_ts)
-        if earlier_ms is None:
-            raise
-        instead = " instead of --take-over" if options.take_over else ""
-        way_out = f"or restore an earlier moment, with --to-ts {iso(earlier_ms)}{instead}"
-        raise ArchiveDamagedError(f"{damage}; {way_out}") from damage
+        raise ArchiveDamagedError(f"{damage}{_way_out(options, archive)}") from damage
     if options.json:
         print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
     else:
@@ -89,6 +85,17 @@ def _run(options: argparse.Namespace) -> int:
                 f" from {options.place} until its service has fetched them: keep that until then"
             )
     return 0
+
+
+def _way_out(options: argparse.Namespace, archive: Archive) -> str:
+    """Return words about the last earlier moment that a restore can get to; none if there is none."""
+    with suppress(ArchiveDamagedError, OSError):
+        earlier_ms = None if options.to_seq else last_whole_ms(archive, options.to_ts)
+        if earlier_ms is not None and earlier_ms != options.to_ts:
+            plan(Archive(archive.store), WantedMoment(earlier_ms))
+            instead = " instead of --take-over, once the former service is stopped" if options.take_over else ""
+            return f"; or restore an earlier moment, with --to-ts {iso(earlier_ms)}{instead}"
+    return ""
 
 
 def _restore(options: argparse.Namespace, archive: Archive, fs: FileSystem, wanted: WantedMoment) -> Restored:

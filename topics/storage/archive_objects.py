@@ -307,7 +307,8 @@ class Archive:
         # A list may be old, so each generation of which there are objects is looked for.
         others = [] if numbers else sorted({int(name[1:9]) for name in self.store.list("g0")})
         if others and not any(map(self.has_generation, others)):
-            raise ArchiveDamagedError(f"{self.store.place(f'{_GENERATIONS}/')}: is lost; put it back from a copy")
+            place = self.store.place(f"{_GENERATIONS}/")
+            raise ArchiveDamagedError(f"{place}: is lost; put it back from a copy, or use another place")
         return numbers
 
     def generation(self, number: int) -> Generation:

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from topics.storage import layout
-from topics.storage.archive_objects import Archive, ArchiveStore, FileRef, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, ArchiveStore, FileRef, open_archive
 from topics.storage.filesystem import FileSystem
 from topics.storage.notes import VERSION, note_path, read_note_file, write_note_file
 from topics.storage.segment_store import WHOLE_OBJECT_MS, SegmentSource, SegmentStore, open_store
@@ -64,7 +64,10 @@ def end_loan(fs: FileSystem, data_dir: str, note: BorrowedNote, store: ArchiveSt
     """End the loan, so that the archive may prune the files, and remove the note. Raise OSError, also if no archive is
     there: its disk may not be mounted, and the loan would stay on it for ever.
     """
-    if not Archive(store).generations():
+    numbers: list[int] = []
+    with suppress(ArchiveDamagedError):  # other objects are there, as of an archive that is half mounted
+        numbers = Archive(store).generations()
+    if not numbers:
         reason = "has no archive now: mount its disk; if it is gone for good, remove meta/borrowed.json and start again"
         raise FileNotFoundError(errno.ENOENT, reason, store.place(""))
     Archive(store).end_loan(note.loan)
