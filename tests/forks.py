@@ -19,6 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,27 +35,37 @@ _libc = ctypes.CDLL(None)
 class Fork:
     """A process that was forked, to be used as a `subprocess.Popen`."""
 
-    def __init__(self, arguments: Sequence[str], told: int) -> None:
-        """`told` is a pipe, now this object's: the process's pid comes from it, and when it has ended its exit code."""
+    def __init__(self, arguments: Sequence[str], told: socket.socket) -> None:
+        """`told`, now this object's, has the pid with a descriptor of the process, and at its end the exit code."""
         self.args = list(arguments)
         self.returncode: int | None = None
-        self._told = told
-        self.pid: int = NUMBER.unpack(os.read(told, NUMBER.size))[0]
-        self._process_fd = os.pidfd_open(self.pid)
+        self._told, self._ending = told, threading.Lock()
+        data, fds, _, _ = socket.recv_fds(told, NUMBER.size, 1)
+        if not data:
+            raise OSError(f"the server of forks is gone: {' '.join(arguments)} was not started")
+        self.pid: int = NUMBER.unpack(data)[0]
+        [self._process_fd] = fds
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
-        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
-            self._end()
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._told], [], [], timeout)[0]:
+            told = select.poll()
+            told.register(self._told, select.POLLIN)
+            if not told.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self._end()
-        assert self.returncode is not None
-        return self.returncode
+        with self._ending:
+            if self.returncode is None:
+                data = self._told.recv(NUMBER.size)
+                # Without an answer the server is dead, and all its forks are told to end.
+                self.returncode = NUMBER.unpack(data)[0] if data else -signal.SIGTERM
+                self._told.close()
+                os.close(self._process_fd)
+            return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -64,34 +75,28 @@ class Fork:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def _end(self) -> None:
-        self.returncode = NUMBER.unpack(os.read(self._told, NUMBER.size))[0]
-        os.close(self._told)
-        os.close(self._process_fd)
-
 
 class Forks:
     """The client of one server, which it starts with the first request, and which ends with this process."""
 
     def __init__(self) -> None:
         self._server: socket.socket | None = None
+        self._starting = threading.Lock()
 
     def start(
         self, arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdin: int, stdout: int, stderr: int
     ) -> Fork:
         """Start the program with these arguments, in a session of its own, with these descriptors."""
-        if self._server is None:
-            self._server, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with its_end:
-                command = [sys.executable, "-m", "tests.forks", str(its_end.fileno())]
-                root = Path(__file__).parents[1]
-                subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, pass_fds=[its_end.fileno()])
-        told, tells = os.pipe()
+        told, tells = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps({"arguments": list(arguments), "environ": dict(env), "cwd": str(cwd)}).encode()
-        try:
-            socket.send_fds(self._server, [request], [stdin, stdout, stderr, tells])
-        finally:
-            os.close(tells)
+        with tells, self._starting:
+            self._server = self._server or _server()
+            try:
+                socket.send_fds(self._server, [request], [stdin, stdout, stderr, tells.fileno()])
+            except BrokenPipeError:
+                self._server.close()
+                self._server = None
+                raise
         return Fork([PROGRAM, *arguments], told)
 
     def close(self) -> None:
@@ -101,9 +106,18 @@ class Forks:
             self._server = None
 
 
+def _server() -> socket.socket:
+    """Start a server; return the socket by which it is asked, and at whose end it ends. Ctrl-C is not for it."""
+    asks, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with asked:
+        command, root = [sys.executable, "-m", "tests.forks", str(asked.fileno())], Path(__file__).parents[1]
+        subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, pass_fds=[asked.fileno()], start_new_session=True)
+    return asks
+
+
 class _Child(NamedTuple):
     pid: int
-    tells: int
+    tells: socket.socket
 
 
 def serve(asked: socket.socket) -> Sequence[str] | None:
@@ -115,28 +129,28 @@ def serve(asked: socket.socket) -> Sequence[str] | None:
                 if isinstance(key.data, _Child):
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    _tell(key.data, os.waitstatus_to_exitcode(os.waitpid(key.data.pid, 0)[1]))
-                    os.close(key.data.tells)
+                    with key.data.tells as tells, suppress(BrokenPipeError):  # nobody waits for it any more
+                        tells.send(NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(key.data.pid, 0)[1])))
                     continue
                 data, fds, _, _ = socket.recv_fds(asked, REQUEST_BYTES_MAX, 4)
                 if not data:
                     return None
-                *streams, tells = fds
+                *streams, tells_fd = fds
+                tells = socket.socket(fileno=tells_fd)
                 server_pid, pid = os.getpid(), os.fork()
                 if not pid:
-                    others = [one for one in selector.get_map().values() if isinstance(one.data, _Child)]
-                    for fd in (tells, *(fd for one in others for fd in (one.fd, one.data.tells))):
-                        os.close(fd)
+                    tells.close()
+                    for one in selector.get_map().values():
+                        if isinstance(one.data, _Child):
+                            os.close(one.fd)
+                            one.data.tells.close()
                     return _become(json.loads(data), streams, server_pid)
                 for fd in streams:
                     os.close(fd)
-                _tell(_Child(pid, tells), pid)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, _Child(pid, tells))
-
-
-def _tell(child: _Child, number: int) -> None:
-    with suppress(BrokenPipeError):  # nobody waits for it any more
-        os.write(child.tells, NUMBER.pack(number))
+                process_fd = os.pidfd_open(pid)  # before it is reaped: its number is nobody else's
+                with suppress(BrokenPipeError):
+                    socket.send_fds(tells, [NUMBER.pack(pid)], [process_fd])
+                selector.register(process_fd, selectors.EVENT_READ, _Child(pid, tells))
 
 
 def _become(request: dict[str, Any], streams: Sequence[int], server_pid: int) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """A real service for tests and benchmarks: `topics-supervisor run` in a process group of its own.
 
-Nothing here reaches into the server: it is started by its command, found by its port file, asked by
-`topics-supervisor status --json`, and stopped or killed by signals, as an operator would.
+Nothing here reaches into the server: it is started by its command, or as a fork of it (`tests/forks.py`), found by its
+port file, asked by `topics-supervisor status --json`, and stopped or killed by signals, as an operator would.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Service:
         with self.log_path.open("ab") as log:
             self._process = self._begin("run", log=log.fileno())
         if self._cpus:
-            # In time: the interpreter has not got as far as forking children, which inherit it.
+            # In time: it has not got as far as forking children, which inherit it.
             psutil.Process(self._process.pid).cpu_affinity(sorted(self._cpus))
         address = poll("the port file", self._port_file_text, START_DEADLINE_S)
         self.port = int(address.rpartition(":")[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -60,6 +61,32 @@ def test_it_ends_by_a_signal_and_is_no_zombie(forks: Forks, tmp_path: Path) -> N
     assert fork.wait() == -signal.SIGKILL
     assert not psutil.pid_exists(fork.pid)
     fork.kill()  # its number may be another one's
+
+
+def test_a_server_that_dies_ends_its_forks_and_is_started_again(tmp_path: Path) -> None:
+    forks = Forks()
+    fork, _ = begin(forks, tmp_path, "run", "--port", "0", "--data-dir", "data")
+    server = psutil.Process(fork.pid).parent()
+    assert server is not None
+    assert os.getsid(server.pid) == server.pid, "Ctrl-C at a terminal is not for it"
+    server.kill()
+    assert fork.wait(60) == -signal.SIGTERM
+    poll("the fork to end", lambda: not is_running(fork.pid))
+    with pytest.raises(BrokenPipeError):
+        begin(forks, tmp_path, "--version")
+    fork, written = begin(forks, tmp_path, "--version")
+    assert (fork.wait(), written.read_text().startswith("topics ")) == (0, True)
+    forks.close()
+
+
+def test_many_short_ones_at_once_tell_their_own_ends(forks: Forks, tmp_path: Path) -> None:
+    def one(number: int) -> int:
+        place = tmp_path / str(number)
+        place.mkdir()
+        return begin(forks, place, *(["--version"] if number % 2 else ["status", "--data-dir", "none"]))[0].wait()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(one, range(16))) == [3, 0] * 8
 
 
 def test_no_fork_outlives_its_server(tmp_path: Path) -> None:

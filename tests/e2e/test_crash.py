@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from tests.contract.asking import records_of, whole
-from tests.harness import Service, is_running, poll
+from tests.harness import COMMAND, Service, is_running, poll
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = REPOSITORY / "examples" / "data" / "commit-changes.ndjson.gz"
@@ -124,7 +124,8 @@ def test_a_replay_and_a_follower_outlive_every_kill(_number: int, lines: list[by
     print(f"TOPICS_CRASH_SEED={seed}")
     # Checkpoints all the while: what is read comes from logs and segments, sealed and active.
     env = {"TOPICS_CHECKPOINT_INTERVAL_MS": "100", "TOPICS_CHECKPOINT_WAL_BYTES": "256KiB"}
-    with Service(shards=2, frontends=2, env=env | {"TOPICS_SEGMENT_MAX_EVENTS": "3000"}) as service:
+    env["TOPICS_SEGMENT_MAX_EVENTS"] = "3000"
+    with Service(shards=2, frontends=2, env=env, command=COMMAND) as service:
         followed = tmp_path / "followed"
         with followed.open("wb") as output, (tmp_path / "said").open("wb") as said:
             follow = example("follow", service, output, "--count", str(EVENTS))
@@ -155,7 +156,7 @@ def test_a_replay_and_a_follower_outlive_every_kill(_number: int, lines: list[by
 
 
 def test_the_supervisor_killed_alone_takes_its_children_along_and_the_log_stays(tmp_path: Path) -> None:
-    with Service(shards=2, frontends=2) as service:
+    with Service(shards=2, frontends=2, command=COMMAND) as service:
         acked = [service.client.post(f"/v0/topics/t{n % 4}", json={"records": [{"data": n}]}) for n in range(100)]
         assert {answer.status_code for answer in acked} == {200, 201}
         family = service.family()
