@@ -1,8 +1,8 @@
-"""`topics-supervisor` as a fork of a process that has imported it: it starts in a fraction of the processor's time.
+"""The programs as forks of a process that has imported them: they start in a fraction of the processor's time.
 
-A run of pytest starts thousands of services, and four fifths of such a start are imports. The server (`python -m
-tests.forks FD`) imports the program once and forks for each start; `Forks` asks it to. A fork has the environment, the
-directory and the descriptors that it is given, and then runs what the installed command runs.
+A run of pytest starts thousands of services and commands, and four fifths of such a start are imports. The server
+(`python -m tests.forks FD`) imports them once and forks for each start; `Forks` asks it to. A fork has the environment,
+the directory and the descriptors that it is given, and then runs what the installed command runs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-PROGRAM: Final = "topics-supervisor"
+SUPERVISOR: Final = "topics-supervisor"
+TOPICS: Final = "topics"
+IMPORTED: Final = (
+    *(f"topics.supervisor.{name}" for name in ("command", "run_command", "promote")),
+    *(f"topics.cli.{name}" for name in ("main", "archive", "backup", "restore", "verify_command")),
+)
+NEEDS_A_START: Final = ("LD_", "MALLOC_", "PYTHON")
+"""Variables that begin so are read by what runs a program, before it is imported."""
 REQUEST_BYTES_MAX: Final = 1 << 17
 NUMBER: Final = struct.Struct("<i")
 PR_SET_PDEATHSIG: Final = 1
@@ -84,11 +92,11 @@ class Forks:
         self._starting = threading.Lock()
 
     def start(
-        self, arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdin: int, stdout: int, stderr: int
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdin: int, stdout: int, stderr: int
     ) -> Fork:
-        """Start the program with these arguments, in a session of its own, with these descriptors."""
+        """Start a program with its arguments, in a session of its own, with these descriptors."""
         told, tells = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = json.dumps({"arguments": list(arguments), "environ": dict(env), "cwd": str(cwd)}).encode()
+        request = json.dumps({"command": list(command), "environ": dict(env), "cwd": str(cwd)}).encode()
         with tells, self._starting:
             self._server = self._server or _server()
             try:
@@ -97,7 +105,22 @@ class Forks:
                 self._server.close()
                 self._server = None
                 raise
-        return Fork([PROGRAM, *arguments], told)
+        return Fork(command, told)
+
+    def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end; return its exit code, and what it has written."""
+        with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+            fork = self.start(command, env=env, cwd=cwd, **streams)
+            try:
+                code = fork.wait(timeout)
+            except subprocess.TimeoutExpired:
+                fork.kill()
+                raise
+            written = [(file.seek(0), file.read())[1] for file in (out, err)]
+            return subprocess.CompletedProcess(command, code, *written)
 
     def close(self) -> None:
         """End the server, and with it all forks, by SIGTERM."""
@@ -121,7 +144,7 @@ class _Child(NamedTuple):
 
 
 def serve(asked: socket.socket) -> Sequence[str] | None:
-    """Fork at each request. Return in each fork, with the arguments of its program, and in the server at the end."""
+    """Fork at each request. Return in each fork, with its command, and in the server at the end."""
     with selectors.DefaultSelector() as selector:
         selector.register(asked, selectors.EVENT_READ)
         while True:
@@ -154,7 +177,7 @@ def serve(asked: socket.socket) -> Sequence[str] | None:
 
 
 def _become(request: dict[str, Any], streams: Sequence[int], server_pid: int) -> Sequence[str]:
-    """Turn this fork into what a command would have started; return its arguments."""
+    """Turn this fork into what a command would have started; return the command."""
     os.setsid()
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != server_pid:
@@ -165,23 +188,22 @@ def _become(request: dict[str, Any], streams: Sequence[int], server_pid: int) ->
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    arguments: list[str] = request["arguments"]
-    return arguments
+    command: list[str] = request["command"]
+    return command
 
 
 def main() -> int:
     import topicsd
 
-    importlib.import_module("topics.supervisor.command")
-    importlib.import_module("topics.supervisor.run_command")
-    importlib.import_module("topics.supervisor.promote")
+    for name in IMPORTED:
+        importlib.import_module(name)
     gc.freeze()  # no collection in a fork writes to the pages that all share
     with socket.socket(fileno=int(sys.argv[1])) as asked:
-        arguments = serve(asked)
-    if arguments is None:
+        command = serve(asked)
+    if command is None:
         return 0
-    sys.argv = [PROGRAM, *arguments]
-    return topicsd.topics_supervisor()
+    sys.argv = list(command)
+    return topicsd.topics() if command[0] == TOPICS else topicsd.topics_supervisor()
 
 
 if __name__ == "__main__":

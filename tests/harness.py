@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import psutil
 
-from tests.forks import Fork, Forks
+from tests.forks import NEEDS_A_START, SUPERVISOR, Fork, Forks
 from topics.shm.shm_names import identity
 
 COMMAND = Path(sys.executable).with_name("topics-supervisor")
@@ -176,7 +176,8 @@ class Service:
         with open(os.devnull) as nothing:
             if (forks := self._forks()) is not None:
                 given = nothing.fileno()
-                return forks.start(arguments, env=environment, cwd=self.root, stdin=given, stdout=log, stderr=log)
+                command = [SUPERVISOR, *arguments]
+                return forks.start(command, env=environment, cwd=self.root, stdin=given, stdout=log, stderr=log)
             return subprocess.Popen(
                 [str(self._command or COMMAND), *arguments],
                 env=environment,
@@ -189,8 +190,9 @@ class Service:
             )
 
     def _forks(self) -> Forks | None:
-        """Return None if a new process has to be started: for another program, and for variables that are not ours."""
-        return forks if self._command is None and all(name.startswith("TOPICS_") for name in self.env) else None
+        """Return None if a new process has to be started, for a program of another version, say."""
+        is_ours = self._command is None and not any(name.startswith(NEEDS_A_START) for name in self.env)
+        return forks if is_ours else None
 
     def _take_port(self) -> None:
         """Any, for all lives of this service: nobody else is given it while the service is down."""
@@ -338,11 +340,7 @@ class Service:
             return subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=RUN_MAX_S, check=False, cwd=self.root
             )
-        with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
-            code = forks.start(arguments, env=environment, cwd=self.root, **streams).wait(RUN_MAX_S)
-            written = [(file.seek(0), file.read())[1] for file in (out, err)]
-            return subprocess.CompletedProcess(arguments, code, *written)
+        return forks.run([SUPERVISOR, *arguments], env=environment, cwd=self.root, timeout=RUN_MAX_S)
 
     def said(self) -> list[dict[str, Any]]:
         """The lines of its log so far; one that is just being written is none yet."""

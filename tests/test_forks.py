@@ -12,15 +12,17 @@ import psutil
 import pytest
 
 from tests import harness
-from tests.forks import Fork, Forks
+from tests.forks import SUPERVISOR, TOPICS, Fork, Forks
 from tests.harness import Service, is_running, poll
 
 
-def begin(forks: Forks, tmp_path: Path, *arguments: str, **environ: str) -> tuple[Fork, Path]:
+def begin(
+    forks: Forks, tmp_path: Path, *arguments: str, program: str = SUPERVISOR, **environ: str
+) -> tuple[Fork, Path]:
     written = tmp_path / "written"
     with written.open("wb") as file, open(os.devnull) as nothing:
         streams = {"stdin": nothing.fileno(), "stdout": file.fileno(), "stderr": file.fileno()}
-        return forks.start(arguments, env=environ, cwd=tmp_path, **streams), written
+        return forks.start([program, *arguments], env=environ, cwd=tmp_path, **streams), written
 
 
 def open_files(pid: int) -> set[str]:
@@ -34,9 +36,16 @@ def forks() -> Forks:
 
 
 def test_it_says_what_the_command_says(forks: Forks, tmp_path: Path) -> None:
-    for arguments in (("status", "--data-dir", "none"), ("--version",), ("stop", "--help"), ("run", "--port", "x")):
-        fork, written = begin(forks, tmp_path, *arguments, COLUMNS="80")
-        command = [harness.COMMAND, *arguments]
+    for program, *arguments in (
+        (SUPERVISOR, "status", "--data-dir", "none"),
+        (SUPERVISOR, "--version"),
+        (SUPERVISOR, "stop", "--help"),
+        (SUPERVISOR, "run", "--port", "x"),
+        (TOPICS, "archive", "list", "none"),
+        (TOPICS, "write", "--help"),
+    ):
+        fork, written = begin(forks, tmp_path, *arguments, program=program, COLUMNS="80")
+        command = [str(harness.COMMAND.with_name(program)), *arguments]
         done = subprocess.run(command, cwd=tmp_path, env={"COLUMNS": "80"}, capture_output=True, check=False)
         assert (fork.wait(), written.read_bytes()) == (done.returncode, done.stdout + done.stderr)
         assert fork.poll() == fork.wait() == done.returncode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,9 @@ from typing import Any
 
 import httpx
 
+from tests import harness
 from tests.contract.asking import diff
+from tests.forks import TOPICS
 from tests.harness import Service, clean_environment, poll
 
 COMMAND = Path(sys.executable).with_name("topics")
@@ -37,14 +38,9 @@ def patched(path: Path, *patches: str) -> Path:
 
 def run(*arguments: object, code: int | None = 0, env: Mapping[str, str] | None = None) -> str:
     """Run `topics …`; return its output, or its errors if it should fail. `code` None: it may do either."""
-    done = subprocess.run(
-        [str(COMMAND), *map(str, arguments)],
-        env=clean_environment(env or {}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    assert harness.forks is not None
+    command = [TOPICS, *map(str, arguments)]
+    done = harness.forks.run(command, env=clean_environment(env or {}), cwd=Path.cwd(), timeout=120)
     assert code is None or done.returncode == code, f"exit {done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout if code == 0 else done.stderr
 

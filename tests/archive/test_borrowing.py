@@ -510,8 +510,11 @@ def test_a_restore_that_is_told_to_end_ends_its_loan(borrowing: Borrowing, told:
         restoring.send_signal(told)
 
         def has_ended() -> bool:
-            with suppress(OSError):  # nobody reads it
-                os.close(os.open(held, os.O_WRONLY | os.O_NONBLOCK))
+            with (
+                suppress(OSError),
+                open(os.open(held, os.O_WRONLY | os.O_NONBLOCK), "wb") as file,
+            ):  # else nobody reads it
+                file.write(content)  # without damage: that would end the restore, too
             return restoring.poll() is not None
 
         poll("its end", has_ended)
