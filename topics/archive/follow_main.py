@@ -97,12 +97,14 @@ class Follower:
     def withdraw_promotion(self) -> None:
         """Do not take over, unless that has begun. Another thread may call this."""
         with self._beginning:
-            if not self._cell.get("promotion_begun"):
+            if self._cell.get("promotion_ms") and not self._cell.get("promotion_begun"):
                 self._cell.set("promotion_ms", 0)
+                self._has_sign()  # the leader was not asked meanwhile
 
     def _begin_promotion(self, is_gone: bool = False) -> bool:
         """Begin to take over, if a command asks for that or the leader is gone. False without an effect if neither."""
         with self._beginning:
+            is_gone = is_gone and self._clock.monotonic_ms() >= self._sign_by_ms  # unless one was withdrawn meanwhile
             if not is_gone and not self._cell.get("promotion_ms"):
                 return False
             self._show_promotion()  # first: a note that could not be written may be there all the same
@@ -273,7 +275,7 @@ class Follower:
         """Return whether a leader that gives signs of life has given none for `takeover_after_ms`. Each new piece is a
         sign, also a piece of the next generation.
         """
-        if has_news:
+        if has_news or self._cell.get("promotion_ms"):  # while a promotion waits, the leader is not asked
             self._has_sign()
         after_ms = self._settings.takeover_after_ms
         if not after_ms or not self._replica.note.leader_url or self._clock.monotonic_ms() < self._sign_by_ms:
@@ -293,7 +295,8 @@ class Follower:
         finally:
             took_ms = self._clock.monotonic_ms() - began_ms
             if took_ms >= LEADER_SIGN_MS:
-                self._sign_by_ms += took_ms
+                with self._beginning:  # a withdrawal sets it, too
+                    self._sign_by_ms += took_ms
 
     def _load(self) -> None:
         """Have the shards load the present base."""
