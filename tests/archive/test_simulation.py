@@ -602,6 +602,43 @@ def test_a_takeover_of_its_own_accord_heeds_a_withdrawal(service: Archiving) -> 
     assert rig.leads, "there was none to withdraw"
 
 
+NOT_NOTED = Fault(1, errno.ENOSPC, always=True, calls=frozenset({"pwritev"}))
+PERHAPS_NOTED = Fault(1, errno.EIO, always=True, calls=frozenset({"fsync_dir"}))
+
+
+@pytest.mark.parametrize(("fault", "is_there"), [(NOT_NOTED, False), (PERHAPS_NOTED, True)])
+def test_a_takeover_begins_once_it_is_noted(service: Archiving, fault: Fault, is_there: bool) -> None:
+    """With a full disk nothing was noted, nobody could withdraw it, and the follower took over later from a leader that
+    was well by then. A note that could not be synced is there.
+    """
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
+    for _ in range(4):
+        service.follow([])
+    cell = rig.shared.control.cell(Role.ARCHIVER, 0)
+    rig.process_fs.arm(fault)
+    with capture_logs() as logs:
+        for _ in range(2):
+            rig.clock.ms += 5000
+            rig.follower.step()
+    assert [cell.get("promotion_begun"), cell.get("promotion_ms") > 0] == [is_there, is_there]
+    assert ["takes over" in line["event"] for line in logs].count(True) == is_there
+    service.append("a", 1, "disk")
+    service.ship(0)
+    rig.follower.ask_promotion()
+    rig.follower.step()
+    rig.follower.withdraw_promotion()
+    rig.process_fs.arm(None)
+    rig.follower.step()
+    assert rig.leads == is_there
+    assert (cell.get("promotion_ms") > 0) == is_there
+    rig.clock.ms += 5000
+    rig.follower.step()
+    assert rig.leads, "the leader is silent"
+
+
 def test_a_promotion_that_had_begun_is_shown_after_a_restart(service: Archiving) -> None:
     rig = followed(service)
     bucket = rig.archive.store

@@ -104,11 +104,19 @@ class Follower:
     def _begin_promotion(self, is_gone: bool = False) -> bool:
         """Begin to take over, if a command asks for that or the leader is gone. False without an effect if neither."""
         with self._beginning:
+            is_asked = self._cell.get("promotion_ms") > 0
             is_gone = is_gone and self._clock.monotonic_ms() >= self._sign_by_ms  # unless one was withdrawn meanwhile
-            if not is_gone and not self._cell.get("promotion_ms"):
+            if not is_gone and not is_asked:
                 return False
-            self._show_promotion()  # first: a note that could not be written may be there all the same
-            begin_promotion(self._replica)
+            try:
+                begin_promotion(self._replica)
+            finally:
+                note = read_note(self._fs, self._settings.data_dir)
+                if note is not None and note.fence_id:  # also a note whose writing failed may be there
+                    self._show_promotion()
+                    if not is_asked:
+                        after_ms = self._settings.takeover_after_ms
+                        log.error("the leader has given no sign: this service takes over", after_ms=after_ms)
             return True
 
     def _show_promotion(self) -> None:
@@ -277,11 +285,8 @@ class Follower:
         """
         if has_news or self._cell.get("promotion_ms"):  # while a promotion waits, the leader is not asked
             self._has_sign()
-        after_ms = self._settings.takeover_after_ms
-        if not after_ms or not self._replica.note.leader_url or self._clock.monotonic_ms() < self._sign_by_ms:
-            return False
-        log.error("the leader has given no sign: this service takes over", after_ms=after_ms)
-        return True
+        gives_signs = self._settings.takeover_after_ms and self._replica.note.leader_url
+        return bool(gives_signs) and self._clock.monotonic_ms() >= self._sign_by_ms
 
     def _has_sign(self) -> None:
         self._sign_by_ms = self._clock.monotonic_ms() + self._settings.takeover_after_ms
