@@ -228,7 +228,7 @@ def test_a_promotion_that_has_begun_cannot_be_withdrawn(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="was not told to, as its process that follows was not ready"):
         promote(str(tmp_path), 1)
     cell.set("promotion_begun", 1)
-    too_late = "the leader's history is closed already: it goes on by itself"
+    too_late = "^it has begun to take over, and goes on by itself, also after a restart$"
     with pytest.raises(OSError, match=too_late):
         cancel(str(tmp_path), 1)
     cell.set("promotion_begun", 0)

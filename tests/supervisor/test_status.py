@@ -404,7 +404,7 @@ _WITHDRAWS = "`topics-supervisor promote --cancel` withdraws it"
         ((90_000, False, "archive"), f", as the archive cannot be used now (its log says more): {_WITHDRAWS}"),
         (
             (90_000, True, "damage"),
-            ", as the archive is damaged (its log says more): the leader's history is closed, so it goes on by itself",
+            ", as the archive is damaged (its log says more): it has begun to take over, and goes on by itself",
         ),
     ],
 )

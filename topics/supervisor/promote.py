@@ -20,6 +20,7 @@ from topics.supervisor.status import StatusReader
 from topics.terminal import plural
 
 POLL_S: Final = 0.02
+_BEGUN: Final = "it has begun to take over, and goes on by itself, also after a restart"
 _WITHDRAWN: Final = "somebody has withdrawn it, or its process that follows has died, as its log says then"
 
 
@@ -81,15 +82,15 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     if not told_life:
         ends = "it was not told to, as its process that follows was not ready"
     elif page is None or not page.follows or _has_begun(page, data_dir):
-        ends = "it has begun to take over, and goes on by itself, also after a restart"
+        ends = _BEGUN
     elif not _is_wanted(page):
         ends = _WITHDRAWN
     raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for; {ends}")
 
 
 def cancel(data_dir: str, timeout_ms: int) -> Withdrawn | None:
-    """Withdraw a promotion that has not begun to close the leader's history. None when nothing runs. Raise as `promote`
-    does, and OSError if it has begun or none waits.
+    """Withdraw a promotion that waits. None when nothing runs. Raise as `promote` does, and OSError if it has begun or
+    none waits.
     """
     if (supervisor_pid := _pid(data_dir)) is None:
         return None
@@ -101,7 +102,7 @@ def cancel(data_dir: str, timeout_ms: int) -> Withdrawn | None:
             raise NotFollowingError
         life, is_wanted = page.header.get("started_ms"), page.follows and _is_wanted(page)
         if not page.follows or _has_begun(page, data_dir):
-            raise OSError("the leader's history is closed already: it goes on by itself")
+            raise OSError(_BEGUN)
         if told_life and not (is_wanted and life == told_life):
             if not is_asked:
                 raise OSError("no promotion waits")
@@ -136,7 +137,7 @@ def _is_wanted(page: ControlPage) -> bool:
 
 
 def _has_begun(page: ControlPage, data_dir: str) -> bool:
-    """Return whether the follower has begun to close the leader's history, after which it goes on by itself."""
+    """Return whether the follower has noted that it takes over. From then on it goes on by itself."""
     note = read_note(OsFileSystem(), data_dir)  # tells it also before the process has taken a step
     return page.cell(Role.ARCHIVER, 0).get("promotion_begun") > 0 or (note is not None and bool(note.fence_id))
 

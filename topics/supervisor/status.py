@@ -105,7 +105,7 @@ class PromotionStatus(msgspec.Struct, frozen=True):
 
     age_ms: int
     begun: bool
-    """True once the leader's history is closed, or about to be: it goes on by itself."""
+    """True once the takeover has begun: nobody can withdraw it, and it goes on by itself."""
     trouble: str | None
     """The reason why the last try failed, `archive` or `damage`; None while it has not failed."""
 
@@ -489,7 +489,7 @@ def _promotion_line(promotion: PromotionStatus, paint: Paint) -> str:
     why = f", as {_TROUBLES[promotion.trouble]} (its log says more)" if promotion.trouble else ""
     goes_on = "`topics-supervisor promote --cancel` withdraws it"
     if promotion.begun:
-        goes_on = "the leader's history is closed, so it goes on by itself"
+        goes_on = "it has begun to take over, and goes on by itself"
     return f"{what} and has not come about{why}: {goes_on}\n"
 
 
