@@ -220,8 +220,12 @@ def test_a_promotion_that_has_begun_cannot_be_withdrawn(tmp_path: Path) -> None:
     lock = DataDirLock.acquire(str(tmp_path))
     shared = SharedMemory.create(shm_names.identity(str(tmp_path)), 1, 1, 1 << 16, 1)
     cell = shared.control.cell(Role.ARCHIVER, 0)
-    with pytest.raises(NotFollowingError):
-        cancel(str(tmp_path), 1)
+    for taken_over, error, said in ((0, NotFollowingError, None), (1, OSError, "another service took over from it")):
+        cell.set("taken_over", taken_over)
+        for command in (promote, cancel):
+            with pytest.raises(error, match=said):
+                command(str(tmp_path), 1)
+    cell.set("taken_over", 0)
     shared.control.header.set("follows", 1)
     with pytest.raises(TimeoutError, match="has not answered after 1 ms"):
         cancel(str(tmp_path), 1)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -71,10 +71,8 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
             if not told_life and _signal(page, data_dir, signal.SIGUSR1):
                 told_life = life
         elif page is not None:
-            if not told_life and page.is_taken_over:
-                raise OSError("another service took over from it: start it with --follow on an empty directory first")
             if not told_life:
-                raise NotFollowingError
+                _refuse(page)
             status = reader.read()
             if status.state == "running" and status.pid is not None:
                 return Promoted(data_dir, status.pid, status.topics, round((time.monotonic() - began_s) * 1000))
@@ -99,7 +97,7 @@ def cancel(data_dir: str, timeout_ms: int) -> Withdrawn | None:
         if page is None:
             continue
         if not page.follows and not told_life:
-            raise NotFollowingError
+            _refuse(page)
         life, is_wanted = page.header.get("started_ms"), page.follows and _is_wanted(page)
         if not page.follows or _has_begun(page, data_dir):
             raise OSError(_BEGUN)
@@ -130,6 +128,13 @@ def _pages(reader: StatusReader, data_dir: str, timeout_ms: int) -> Iterator[Con
         if time.monotonic() > until_s:
             return
         time.sleep(POLL_S)
+
+
+def _refuse(page: ControlPage) -> NoReturn:
+    """Refuse a service that does not follow. Raise OSError if another one took over from it, else NotFollowingError."""
+    if page.is_taken_over:
+        raise OSError("another service took over from it: start it with --follow on an empty directory first")
+    raise NotFollowingError
 
 
 def _is_wanted(page: ControlPage) -> bool:
