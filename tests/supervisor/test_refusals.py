@@ -239,7 +239,14 @@ def test_a_promotion_that_has_begun_cannot_be_withdrawn(tmp_path: Path) -> None:
     write_note(OsFileSystem(), str(tmp_path), FollowNote("file:///nowhere", fence_id="f"))
     with pytest.raises(OSError, match=too_late):
         cancel(str(tmp_path), 1)
+    with pytest.raises(TimeoutError, match=f"; {too_late[1:]}"):
+        promote(str(tmp_path), 1)
     shared.destroy()
+    with pytest.raises(TimeoutError, match=f"; {too_late[1:]}"):
+        promote(str(tmp_path), 1)
+    write_note(OsFileSystem(), str(tmp_path), FollowNote("file:///nowhere"))
+    with pytest.raises(TimeoutError, match="was not told to"):
+        promote(str(tmp_path), 1)
     lock.release()
 
 

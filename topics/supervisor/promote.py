@@ -77,10 +77,10 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
             if status.state == "running" and status.pid is not None:
                 return Promoted(data_dir, status.pid, status.topics, round((time.monotonic() - began_s) * 1000))
     ends = "it goes on to try, also later when the archive is back: `promote --cancel` ends that"
-    if not told_life:
-        ends = "it was not told to, as its process that follows was not ready"
-    elif page is None or not page.follows or _has_begun(page, data_dir):
+    if _has_begun(page, data_dir):
         ends = _BEGUN
+    elif not told_life:
+        ends = "it was not told to, as its process that follows was not ready"
     elif not _is_wanted(page):
         ends = _WITHDRAWN
     raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for; {ends}")
@@ -98,7 +98,7 @@ def cancel(data_dir: str, timeout_ms: int) -> Withdrawn | None:
             continue
         if not page.follows and not told_life:
             _refuse(page)
-        life, is_wanted = page.header.get("started_ms"), page.follows and _is_wanted(page)
+        life, is_wanted = page.header.get("started_ms"), _is_wanted(page)
         if not page.follows or _has_begun(page, data_dir):
             raise OSError(_BEGUN)
         if told_life and not (is_wanted and life == told_life):
@@ -137,14 +137,16 @@ def _refuse(page: ControlPage) -> NoReturn:
     raise NotFollowingError
 
 
-def _is_wanted(page: ControlPage) -> bool:
-    return page.cell(Role.ARCHIVER, 0).get("promotion_ms") > 0
+def _is_wanted(page: ControlPage | None) -> bool:
+    return page is not None and page.follows and page.cell(Role.ARCHIVER, 0).get("promotion_ms") > 0
 
 
-def _has_begun(page: ControlPage, data_dir: str) -> bool:
+def _has_begun(page: ControlPage | None, data_dir: str) -> bool:
     """Return whether the follower has noted that it takes over. From then on it goes on by itself."""
     note = read_note(OsFileSystem(), data_dir)  # tells it also before the process has taken a step
-    return page.cell(Role.ARCHIVER, 0).get("promotion_begun") > 0 or (note is not None and bool(note.fence_id))
+    if note is not None and note.fence_id:
+        return True
+    return page is not None and page.follows and page.cell(Role.ARCHIVER, 0).get("promotion_begun") > 0
 
 
 def _signal(page: ControlPage, data_dir: str, number: signal.Signals) -> bool:
