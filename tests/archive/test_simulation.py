@@ -29,7 +29,7 @@ from topics.archive.inspection import check, figures, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
 from topics.core.config import TopicConfig
-from topics.shm.control import Role, Trouble
+from topics.shm.control import Role
 from topics.shm.topic_messages import PutTopic
 from topics.storage.archive_objects import (
     Archive,
@@ -494,7 +494,6 @@ def test_a_promotion_can_be_withdrawn_while_the_archive_is_away(service: Archivi
             rig.follower.step()
         assert not rig.replica.note.fence_id
         assert [cell.get(word) for word in ("promotion_ms", "promotion_begun")] == [asked_ms, 0]
-        assert cell.get("trouble") == Trouble.ARCHIVE
         if outcome == "withdrawn":
             rig.follower.withdraw_promotion()
         bucket.is_away = False
@@ -502,7 +501,7 @@ def test_a_promotion_can_be_withdrawn_while_the_archive_is_away(service: Archivi
             rig.advance()
         assert rig.leads == (outcome == "not withdrawn")
         if outcome == "withdrawn":
-            assert [cell.get(word) for word in ("promotion_ms", "promotion_begun", "trouble")] == [0, 0, 0]
+            assert [cell.get(word) for word in ("promotion_ms", "promotion_begun")] == [0, 0]
             assert rig.shown == max(service.moments), "it goes on to follow"
 
 
@@ -652,7 +651,7 @@ def test_a_promotion_that_had_begun_is_shown_after_a_restart(service: Archiving)
     rig.follower.step()
     rig.follower.withdraw_promotion()
     assert cell.get("promotion_ms") == rig.clock.ms
-    assert (cell.get("promotion_begun"), cell.get("trouble")) == (1, Trouble.ARCHIVE)
+    assert cell.get("promotion_begun") == 1
     bucket.is_away = False
     rig.follower.step()
     assert rig.leads

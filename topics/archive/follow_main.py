@@ -23,7 +23,7 @@ from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, be
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role, Trouble
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, open_archive
@@ -181,7 +181,6 @@ class Follower:
             self.exit_code = EXIT_REFUSED
         except _FAILURES as error:
             is_damaged = isinstance(error, ArchiveDamagedError)
-            cell.set("trouble", Trouble.DAMAGE if is_damaged else Trouble.ARCHIVE)
             self._fail(_PROMOTING if is_damaged and self._replica.note.fence_id else _FOLLOWING, error)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
@@ -189,7 +188,6 @@ class Follower:
         else:
             self._failures = 0
             self._told.pop(_FOLLOWING, None)
-            cell.set("trouble", Trouble.NONE)
         return 0
 
     def _fail(self, what: str, error: Exception) -> None:

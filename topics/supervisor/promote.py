@@ -58,16 +58,13 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     """
     if _pid(data_dir) is None:
         return None
-    began_s, told_life, is_asked = time.monotonic(), 0, False
+    began_s, told_life = time.monotonic(), 0
     reader = StatusReader(data_dir, SystemClock())
     for page in _pages(reader, data_dir, timeout_ms):
         if page is not None and page.follows:
-            life, is_wanted, has_begun = page.header.get("started_ms"), _is_wanted(page), _has_begun(page, data_dir)
-            if told_life and life != told_life and not has_begun:
+            life = page.header.get("started_ms")
+            if told_life and life != told_life and not _has_begun(page, data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
-            if is_asked and not is_wanted and not has_begun:
-                raise OSError(_WITHDRAWN)
-            is_asked = told_life == life and is_wanted
             if not told_life and _signal(page, data_dir, signal.SIGUSR1):
                 told_life = life
         elif page is not None:
