@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -273,18 +272,12 @@ def test_a_promotion_that_waits_is_shown_and_withdrawn(tmp_path: Path) -> None:
         (place / "archive").rename(away)
         done = follower.run("promote", "--timeout-ms", "1000")
         assert (done.returncode, "`promote --cancel` ends that" in done.stderr) == (1, True)
-        poll("the reason", lambda: archiver(follower)["promotion"]["trouble"])
         found = archiver(follower)["promotion"]
         assert found["age_ms"] > 0
-        assert (found["begun"], found["trouble"]) == (False, "archive")
+        assert not found["begun"]
         done = follower.run("promote", "--cancel", "--json")
         assert (done.returncode, json.loads(done.stdout)["pid"]) == (0, follower.pid), done.stderr
         assert archiver(follower)["promotion"] is None
-        with ThreadPoolExecutor(1) as helper:
-            waiting = helper.submit(follower.run, "promote", "--timeout-ms", "20000")
-            poll("the request", lambda: archiver(follower)["promotion"])
-            assert follower.run("promote", "--cancel").returncode == 0
-            assert "somebody has withdrawn it" in waiting.result().stderr
         away.rename(place / "archive")
         write(leader.client, "orders", 2)
         follows(follower, leader, "orders")

@@ -220,21 +220,65 @@ def test_a_promotion_that_has_begun_cannot_be_withdrawn(tmp_path: Path) -> None:
     lock = DataDirLock.acquire(str(tmp_path))
     shared = SharedMemory.create(shm_names.identity(str(tmp_path)), 1, 1, 1 << 16, 1)
     cell = shared.control.cell(Role.ARCHIVER, 0)
-    with pytest.raises(NotFollowingError):
-        cancel(str(tmp_path), 1)
+    for taken_over, error, said in ((0, NotFollowingError, None), (1, OSError, "another service took over from it")):
+        cell.set("taken_over", taken_over)
+        for command in (promote, cancel):
+            with pytest.raises(error, match=said):
+                command(str(tmp_path), 1)
+    cell.set("taken_over", 0)
     shared.control.header.set("follows", 1)
     with pytest.raises(TimeoutError, match="has not answered after 1 ms"):
         cancel(str(tmp_path), 1)
     with pytest.raises(TimeoutError, match="was not told to, as its process that follows was not ready"):
         promote(str(tmp_path), 1)
     cell.set("promotion_begun", 1)
-    too_late = "the leader's history is closed already: it goes on by itself"
+    too_late = "^it has begun to take over, and goes on by itself, also after a restart$"
     with pytest.raises(OSError, match=too_late):
         cancel(str(tmp_path), 1)
     cell.set("promotion_begun", 0)
     write_note(OsFileSystem(), str(tmp_path), FollowNote("file:///nowhere", fence_id="f"))
     with pytest.raises(OSError, match=too_late):
         cancel(str(tmp_path), 1)
+    with pytest.raises(TimeoutError, match=f"; {too_late[1:]}"):
+        promote(str(tmp_path), 1)
+    shared.destroy()
+    with pytest.raises(TimeoutError, match=f"; {too_late[1:]}"):
+        promote(str(tmp_path), 1)
+    write_note(OsFileSystem(), str(tmp_path), FollowNote("file:///nowhere"))
+    with pytest.raises(TimeoutError, match="was not told to"):
+        promote(str(tmp_path), 1)
+    lock.release()
+
+
+def test_a_promotion_that_waits_is_told_from_one_that_somebody_withdrew(tmp_path: Path) -> None:
+    """This process stands for the follower's."""
+    lock, place = DataDirLock.acquire(str(tmp_path)), str(tmp_path)
+    shared = SharedMemory.create(shm_names.identity(place), 1, 1, 1 << 16, 1)
+    cell = shared.control.cell(Role.ARCHIVER, 0)
+    shared.control.header.set_all({"follows": 1, "started_ms": 1})
+    cell.set_all({"pid": os.getpid(), "state": ProcessState.READY})
+
+    @contextlib.contextmanager
+    def answering(number: signal.Signals, **words: int) -> Iterator[None]:
+        former = signal.signal(number, lambda _number, _frame: cell.set_all(words))
+        try:
+            yield
+        finally:
+            signal.signal(number, former)
+
+    with answering(signal.SIGUSR2), pytest.raises(OSError, match="no promotion waits"):
+        cancel(place, 60_000)
+    with answering(signal.SIGUSR1), pytest.raises(TimeoutError, match="; somebody has withdrawn it"):
+        promote(place, 1)
+    with answering(signal.SIGUSR1, promotion_ms=5), pytest.raises(TimeoutError, match="it goes on to try"):
+        promote(place, 1)
+    with answering(signal.SIGUSR2, promotion_begun=1), pytest.raises(OSError, match="it has begun to take over"):
+        cancel(place, 60_000)
+    cell.set("promotion_begun", 0)
+    with answering(signal.SIGUSR2, promotion_ms=0):
+        done = cancel(place, 60_000)
+    assert done is not None
+    assert done.words == f"the promotion is withdrawn: process {os.getpid()} goes on to follow"
     shared.destroy()
     lock.release()
 

@@ -23,7 +23,7 @@ from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, be
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role, Trouble
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, open_archive
@@ -97,16 +97,26 @@ class Follower:
     def withdraw_promotion(self) -> None:
         """Do not take over, unless that has begun. Another thread may call this."""
         with self._beginning:
-            if not self._cell.get("promotion_begun"):
+            if self._cell.get("promotion_ms") and not self._cell.get("promotion_begun"):
                 self._cell.set("promotion_ms", 0)
+                self._has_sign()  # the leader was not asked meanwhile
 
     def _begin_promotion(self, is_gone: bool = False) -> bool:
         """Begin to take over, if a command asks for that or the leader is gone. False without an effect if neither."""
         with self._beginning:
-            if not is_gone and not self._cell.get("promotion_ms"):
+            is_asked = self._cell.get("promotion_ms") > 0
+            is_gone = is_gone and self._clock.monotonic_ms() >= self._sign_by_ms  # unless one was withdrawn meanwhile
+            if not is_gone and not is_asked:
                 return False
-            self._show_promotion()  # first: a note that could not be written may be there all the same
-            begin_promotion(self._replica)
+            try:
+                begin_promotion(self._replica)
+            finally:
+                note = read_note(self._fs, self._settings.data_dir)
+                if note is not None and note.fence_id:  # also a note whose writing failed may be there
+                    self._show_promotion()
+                    if not is_asked:
+                        after_ms = self._settings.takeover_after_ms
+                        log.error("the leader has given no sign: this service takes over", after_ms=after_ms)
             return True
 
     def _show_promotion(self) -> None:
@@ -171,7 +181,6 @@ class Follower:
             self.exit_code = EXIT_REFUSED
         except _FAILURES as error:
             is_damaged = isinstance(error, ArchiveDamagedError)
-            cell.set("trouble", Trouble.DAMAGE if is_damaged else Trouble.ARCHIVE)
             self._fail(_PROMOTING if is_damaged and self._replica.note.fence_id else _FOLLOWING, error)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
@@ -179,7 +188,6 @@ class Follower:
         else:
             self._failures = 0
             self._told.pop(_FOLLOWING, None)
-            cell.set("trouble", Trouble.NONE)
         return 0
 
     def _fail(self, what: str, error: Exception) -> None:
@@ -273,13 +281,10 @@ class Follower:
         """Return whether a leader that gives signs of life has given none for `takeover_after_ms`. Each new piece is a
         sign, also a piece of the next generation.
         """
-        if has_news:
+        if has_news or self._cell.get("promotion_ms"):  # while a promotion waits, the leader is not asked
             self._has_sign()
-        after_ms = self._settings.takeover_after_ms
-        if not after_ms or not self._replica.note.leader_url or self._clock.monotonic_ms() < self._sign_by_ms:
-            return False
-        log.error("the leader has given no sign: this service takes over", after_ms=after_ms)
-        return True
+        gives_signs = self._settings.takeover_after_ms and self._replica.note.leader_url
+        return bool(gives_signs) and self._clock.monotonic_ms() >= self._sign_by_ms
 
     def _has_sign(self) -> None:
         self._sign_by_ms = self._clock.monotonic_ms() + self._settings.takeover_after_ms
@@ -293,7 +298,8 @@ class Follower:
         finally:
             took_ms = self._clock.monotonic_ms() - began_ms
             if took_ms >= LEADER_SIGN_MS:
-                self._sign_by_ms += took_ms
+                with self._beginning:  # a withdrawal sets it, too
+                    self._sign_by_ms += took_ms
 
     def _load(self) -> None:
         """Have the shards load the present base."""

@@ -27,7 +27,7 @@ HEARTBEAT_MS: Final = 250
 """The time between two signs of life that a process gives in its cell."""
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 10
+VERSION: Final = 11
 
 EXIT_NEXT_LIFE: Final = 74
 """Exit code of a process that wants to be started again at once: nothing is wrong with it."""
@@ -57,15 +57,6 @@ class ProcessState(IntEnum):
     STOPPED = 5
     DEAD = 6
     DEGRADED = 7
-
-
-class Trouble(IntEnum):
-    """The reason why the last step of a follower failed."""
-
-    NONE = 0
-    ARCHIVE = 1
-    """The archive, or the disk, does not answer; the log says more."""
-    DAMAGE = 2
 
 
 HEARTBEAT_STALE_MS: Final = 5_000
@@ -112,7 +103,7 @@ _WORDS: Final = {
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
     Role.ARCHIVER: f"""{_COMMON}
         moment_ms* moments* objects* bytes* bases* base_ms* failures* holes* taken_over* segments_borrowed
-        borrowed_bytes promotion_ms promotion_begun trouble
+        borrowed_bytes promotion_ms promotion_begun
         {_series("shipped_{:02d}*", range(SHARDS_MAX))} {_series("readable_{:02d}*", range(SHARDS_MAX))}""",
 }
 """The words of each child. A new life of the process keeps the words with a `*`. So counters never go down while the
@@ -134,7 +125,7 @@ shipped. In a follower, `readable_NN` is the `committed` up to which a shard may
 all of it yet. There `moment_ms` is a time at which the leader had the state that the logs have. `bases` counts the
 snapshots that the shards have to load; a shard notes the current count in `bases_loaded` when it loads one.
 `promotion_ms` is the time at which a promotion was asked for, 0 if none is wanted, and `promotion_begun` is 1 once it
-cannot be withdrawn. `trouble` is a `Trouble`.
+cannot be withdrawn.
 
 `clock_offset_ms` is the wall time minus the monotonic time that the process trusts (`core/clock.py`), 0 before it
 looked. CLOCK_BIAS is added, because words are unsigned and a clock that was never set is behind the uptime. In the

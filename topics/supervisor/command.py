@@ -299,9 +299,7 @@ def _parser() -> argparse.ArgumentParser:
     help = "have a running service that follows another one take over from it"
     promoting = add(_promote, help, _PROMOTE_CODES, "config", "data_dir")
     promoting.add_argument("--json", action="store_true", help="one JSON object")
-    promoting.add_argument(
-        "--cancel", action="store_true", help="withdraw a promotion that has not closed the leader's history yet"
-    )
+    promoting.add_argument("--cancel", action="store_true", help="withdraw a promotion that has not begun to take over")
     promoting.add_argument(
         "--timeout-ms", type=int, default=PROMOTE_TIMEOUT_MS, help="how long to wait, default %(default)s"
     )

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -20,6 +20,7 @@ from topics.supervisor.status import StatusReader
 from topics.terminal import plural
 
 POLL_S: Final = 0.02
+_BEGUN: Final = "it has begun to take over, and goes on by itself, also after a restart"
 _WITHDRAWN: Final = "somebody has withdrawn it, or its process that follows has died, as its log says then"
 
 
@@ -57,39 +58,34 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     """
     if _pid(data_dir) is None:
         return None
-    began_s, told_life, is_asked = time.monotonic(), 0, False
+    began_s, told_life = time.monotonic(), 0
     reader = StatusReader(data_dir, SystemClock())
     for page in _pages(reader, data_dir, timeout_ms):
         if page is not None and page.follows:
-            life, is_wanted, has_begun = page.header.get("started_ms"), _is_wanted(page), _has_begun(page, data_dir)
-            if told_life and life != told_life and not has_begun:
+            life = page.header.get("started_ms")
+            if told_life and life != told_life and not _has_begun(page, data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
-            if is_asked and not is_wanted and not has_begun:
-                raise OSError(_WITHDRAWN)
-            is_asked = told_life == life and is_wanted
             if not told_life and _signal(page, data_dir, signal.SIGUSR1):
                 told_life = life
         elif page is not None:
-            if not told_life and page.is_taken_over:
-                raise OSError("another service took over from it: start it with --follow on an empty directory first")
             if not told_life:
-                raise NotFollowingError
+                _refuse(page)
             status = reader.read()
             if status.state == "running" and status.pid is not None:
                 return Promoted(data_dir, status.pid, status.topics, round((time.monotonic() - began_s) * 1000))
     ends = "it goes on to try, also later when the archive is back: `promote --cancel` ends that"
-    if not told_life:
+    if _has_begun(page, data_dir):
+        ends = _BEGUN
+    elif not told_life:
         ends = "it was not told to, as its process that follows was not ready"
-    elif page is None or not page.follows or _has_begun(page, data_dir):
-        ends = "it has begun to take over, and goes on by itself, also after a restart"
     elif not _is_wanted(page):
         ends = _WITHDRAWN
     raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for; {ends}")
 
 
 def cancel(data_dir: str, timeout_ms: int) -> Withdrawn | None:
-    """Withdraw a promotion that has not begun to close the leader's history. None when nothing runs. Raise as `promote`
-    does, and OSError if it has begun or none waits.
+    """Withdraw a promotion that waits. None when nothing runs. Raise as `promote` does, and OSError if it has begun or
+    none waits.
     """
     if (supervisor_pid := _pid(data_dir)) is None:
         return None
@@ -98,10 +94,10 @@ def cancel(data_dir: str, timeout_ms: int) -> Withdrawn | None:
         if page is None:
             continue
         if not page.follows and not told_life:
-            raise NotFollowingError
-        life, is_wanted = page.header.get("started_ms"), page.follows and _is_wanted(page)
+            _refuse(page)
+        life, is_wanted = page.header.get("started_ms"), _is_wanted(page)
         if not page.follows or _has_begun(page, data_dir):
-            raise OSError("the leader's history is closed already: it goes on by itself")
+            raise OSError(_BEGUN)
         if told_life and not (is_wanted and life == told_life):
             if not is_asked:
                 raise OSError("no promotion waits")
@@ -131,14 +127,23 @@ def _pages(reader: StatusReader, data_dir: str, timeout_ms: int) -> Iterator[Con
         time.sleep(POLL_S)
 
 
-def _is_wanted(page: ControlPage) -> bool:
-    return page.cell(Role.ARCHIVER, 0).get("promotion_ms") > 0
+def _refuse(page: ControlPage) -> NoReturn:
+    """Refuse a service that does not follow. Raise OSError if another one took over from it, else NotFollowingError."""
+    if page.is_taken_over:
+        raise OSError("another service took over from it: start it with --follow on an empty directory first")
+    raise NotFollowingError
 
 
-def _has_begun(page: ControlPage, data_dir: str) -> bool:
-    """Return whether the follower has begun to close the leader's history, after which it goes on by itself."""
+def _is_wanted(page: ControlPage | None) -> bool:
+    return page is not None and page.follows and page.cell(Role.ARCHIVER, 0).get("promotion_ms") > 0
+
+
+def _has_begun(page: ControlPage | None, data_dir: str) -> bool:
+    """Return whether the follower has noted that it takes over. From then on it goes on by itself."""
     note = read_note(OsFileSystem(), data_dir)  # tells it also before the process has taken a step
-    return page.cell(Role.ARCHIVER, 0).get("promotion_begun") > 0 or (note is not None and bool(note.fence_id))
+    if note is not None and note.fence_id:
+        return True
+    return page is not None and page.follows and page.cell(Role.ARCHIVER, 0).get("promotion_begun") > 0
 
 
 def _signal(page: ControlPage, data_dir: str, number: signal.Signals) -> bool:

@@ -17,14 +17,13 @@ from topics import __version__
 from topics.core.clock import Clock
 from topics.setting_values import MIB
 from topics.shm import shm_names
-from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, Trouble, latency_quantile_us
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, latency_quantile_us
 from topics.storage.filesystem import WritePath
 from topics.storage.lock import holder_pid, is_running, may_hold
 from topics.supervisor.listeners import show
 from topics.supervisor.signals import show_exit
 from topics.terminal import Cell, Paint, Styled, duration, plain, plural, table
 
-_TROUBLES: Final = {"archive": "the archive cannot be used now", "damage": "the archive is damaged"}
 _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
 
@@ -105,9 +104,7 @@ class PromotionStatus(msgspec.Struct, frozen=True):
 
     age_ms: int
     begun: bool
-    """True once the leader's history is closed, or about to be: it goes on by itself."""
-    trouble: str | None
-    """The reason why the last try failed, `archive` or `damage`; None while it has not failed."""
+    """True once the takeover has begun: nobody can withdraw it, and it goes on by itself."""
 
 
 class ArchiverStatus(msgspec.Struct, frozen=True):
@@ -313,8 +310,7 @@ def _compactor(page: ControlPage, now_ms: int) -> CompactorStatus:
 def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
     cell, promotion = page.cell(Role.ARCHIVER, 0).read(), None
     if (age_ms := _age_ms(cell["promotion_ms"], now_ms)) is not None:
-        trouble = Trouble(cell["trouble"]).name.lower() if cell["trouble"] else None
-        promotion = PromotionStatus(age_ms, bool(cell["promotion_begun"]), trouble)
+        promotion = PromotionStatus(age_ms, bool(cell["promotion_begun"]))
     return ArchiverStatus(
         lag_ms=page.archive_lag_ms(now_ms),
         moment_age_ms=_age_ms(cell["moment_ms"], now_ms),
@@ -486,11 +482,10 @@ def _borrowed_line(one: CompactorStatus | ArchiverStatus, paint: Paint) -> str:
 
 def _promotion_line(promotion: PromotionStatus, paint: Paint) -> str:
     what = paint(f"a promotion was asked for {duration(promotion.age_ms)} ago", "warn")
-    why = f", as {_TROUBLES[promotion.trouble]} (its log says more)" if promotion.trouble else ""
     goes_on = "`topics-supervisor promote --cancel` withdraws it"
     if promotion.begun:
-        goes_on = "the leader's history is closed, so it goes on by itself"
-    return f"{what} and has not come about{why}: {goes_on}\n"
+        goes_on = "it has begun to take over, and goes on by itself"
+    return f"{what} and has not come about (its log says what it waits for): {goes_on}\n"
 
 
 def _archiver_row(archiver: ArchiverStatus) -> _Row:
