@@ -195,7 +195,8 @@ class BoundedProtocol(H2Protocol):
     - A GOAWAY without an error, of either side, ends no answer that is due: h2 would send nothing any more.
     - The rest of a body behind its answer is dropped, where Hypercorn raises KeyError.
     - A request whose method or path cannot be read ends no other. The client may repeat one that comes during a drain.
-    - Nor does one end another whose body is not as long as its `content-length` says (RFC 9113 §8.1.1).
+    - Nor does one end another whose body is not as long as its `content-length` says (RFC 9113 §8.1.1). That of a
+      WebSocket says nothing about its frames.
     - Priorities are ignored (RFC 9113 §5.3): streams without a request would fill their tree.
     """
 
@@ -364,8 +365,14 @@ class BoundedProtocol(H2Protocol):
             if resets:
                 # The first one undoes a request. What was begun before that may come yet, and end once.
                 self._budget.spend(RESET_COST if events else int("END_STREAM" in frame.flags))
-            elif isinstance(frame, HeadersFrame) and "END_STREAM" in frame.flags:
-                stream = streams[stream_id]
+                return taken
+            stream = streams.get(stream_id)
+            if known is None and stream is not None and stream._expected_content_length is not None:
+                fields = cast(RequestReceived, events[0]).headers
+                if (b":method", b"CONNECT") in fields:  # what follows is no body (RFC 9110 §9.3.6)
+                    stream._expected_content_length = None
+            if isinstance(frame, HeadersFrame) and "END_STREAM" in frame.flags:
+                assert stream is not None
                 if known is not None:  # trailers, by which h2 has forgotten it
                     stream._expected_content_length = stated_bytes
                 stream._track_content_length(0, end_stream=True)
