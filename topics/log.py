@@ -127,9 +127,9 @@ class LastingFailures:
             self._logged[kind] = place
             get_logger().error(event, **place, reason=str(error), more_like_it=left_out)
 
-    def over(self, *events: str) -> None:
-        """Note that nothing fails with these events any more."""
-        for kind in [kind for kind in self._logged if kind[0] in events]:
+    def over(self, *events: str, **place: Any) -> None:
+        """Note that nothing fails with these events any more, at that place if one is given."""
+        for kind in [kind for kind, at in self._logged.items() if kind[0] in events and place.items() <= at.items()]:
             get_logger().info("a failure is over", failure=kind[0], **self._logged.pop(kind))
 
 
