@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from topics.log import SparseLines
+from topics.log import SPARSE_KINDS_MAX, SparseLines
 
 PROGRAM = """
 import logging
@@ -99,3 +99,35 @@ def test_lines_that_requests_can_cause_are_counted_between_those_that_are_writte
         ("warning", 120.0, 1),
         ("error", 180.0, 0),
     ]
+
+
+def test_a_line_of_one_topic_or_event_hides_none_of_another() -> None:
+    """A queue that fails each second hid for an hour that another one failed every five minutes."""
+    now_s = 0.0
+    lines = SparseLines(60, lambda: now_s)
+    with capture_logs() as written:
+        for second in range(600):
+            now_s = float(second)
+            lines.warning("not moved", topic="a")
+            if second % 300 == 30:
+                lines.warning("not moved", topic="b")
+                lines.warning("not written", topic="a")
+    told = [(line["event"], line["topic"], line["more_like_it"]) for line in written]
+    assert told.count(("not moved", "b", 0)) == told.count(("not written", "a", 0)) == 2
+    assert [one for one in told if one[:2] == ("not moved", "a")] == [("not moved", "a", n) for n in [0] + [59] * 9]
+
+
+def test_topics_without_number_fill_neither_memory_nor_the_log() -> None:
+    now_s = 0.0
+    lines = SparseLines(60, lambda: now_s)
+    with capture_logs() as written:
+        for _ in range(3):
+            for n in range(4 * SPARSE_KINDS_MAX):
+                lines.warning("not moved", topic=n)
+        now_s = 60.0
+        for n in range(4 * SPARSE_KINDS_MAX, 5 * SPARSE_KINDS_MAX):
+            lines.warning("not moved", topic=n)
+    told = [line["topic"] for line in written]
+    assert told[: SPARSE_KINDS_MAX + 1] == list(range(SPARSE_KINDS_MAX + 1)), "the last one stands for all others"
+    assert len(told) <= 2 * (SPARSE_KINDS_MAX + 1)
+    assert told[-1] >= 4 * SPARSE_KINDS_MAX, "those of before make room"

@@ -20,6 +20,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 LASTING_EVERY_S: Final = 60.0
+SPARSE_KINDS_MAX: Final = 256
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 _process: dict[str, Any] = {}
@@ -73,32 +74,41 @@ def _add_process(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 class SparseLines:
-    """Log lines of one kind that requests can cause. One in `every_s` is written, and tells how many were left out."""
+    """Log lines that requests can cause. Of one event and topic one line in `every_s` is written, and tells how many
+    were left out. Beyond SPARSE_KINDS_MAX, an event has one for all its other topics.
+    """
 
     def __init__(self, every_s: float, time_s: Callable[[], float]) -> None:
         self._every_s = every_s
         self._time_s = time_s
-        self._next_s = -math.inf
-        self._left_out = 0
+        self._kinds: dict[tuple[Any, ...], tuple[float, int]] = {}
+        """The time of the next line of each, and the number left out so far; the earliest first."""
 
-    def left_out(self) -> int | None:
-        """Return how many lines were left out before this one; None if this one is left out, too."""
+    def left_out(self, *kind: Any) -> int | None:
+        """Return how many lines of this kind were left out before this one; None if this one is left out, too."""
         now_s = self._time_s()
-        if now_s < self._next_s:
-            self._left_out += 1
+        if kind not in self._kinds and len(self._kinds) >= SPARSE_KINDS_MAX:
+            oldest = next(iter(self._kinds))
+            if self._kinds[oldest][0] <= now_s:
+                del self._kinds[oldest]
+            else:
+                kind = kind[:1]
+        next_s, left_out = self._kinds.get(kind, (-math.inf, 0))
+        if now_s < next_s:
+            self._kinds[kind] = next_s, left_out + 1
             return None
-        self._next_s = now_s + self._every_s
-        left_out, self._left_out = self._left_out, 0
+        self._kinds.pop(kind, None)
+        self._kinds[kind] = now_s + self._every_s, 0
         return left_out
 
     def error(self, event: str, **values: Any) -> None:
         """Log an error, or count it."""
-        if (left_out := self.left_out()) is not None:
+        if (left_out := self.left_out(event, values.get("topic"))) is not None:
             get_logger().error(event, **values, more_like_it=left_out)
 
     def warning(self, event: str, **values: Any) -> None:
         """Log a warning, or count it."""
-        if (left_out := self.left_out()) is not None:
+        if (left_out := self.left_out(event, values.get("topic"))) is not None:
             get_logger().warning(event, **values, more_like_it=left_out)
 
 
@@ -108,21 +118,18 @@ class LastingFailures:
     """
 
     def __init__(self, time_s: Callable[[], float]) -> None:
-        self._time_s = time_s
-        self._lines: dict[tuple[Any, ...], SparseLines] = {}
+        self._lines = SparseLines(LASTING_EVERY_S, time_s)
         self._logged: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def failed(self, event: str, error: object, **place: Any) -> None:
         kind = event, *place.values()
-        if kind not in self._lines:
-            self._lines[kind] = SparseLines(LASTING_EVERY_S, self._time_s)
-        if (left_out := self._lines[kind].left_out()) is not None:
+        if (left_out := self._lines.left_out(*kind)) is not None:
             self._logged[kind] = place
             get_logger().error(event, **place, reason=str(error), more_like_it=left_out)
 
-    def over(self, *events: str) -> None:
-        """Note that nothing fails with these events any more."""
-        for kind in [kind for kind in self._logged if kind[0] in events]:
+    def over(self, *events: str, **place: Any) -> None:
+        """Note that nothing fails with these events any more, at that place if one is given."""
+        for kind in [kind for kind, at in self._logged.items() if kind[0] in events and place.items() <= at.items()]:
             get_logger().info("a failure is over", failure=kind[0], **self._logged.pop(kind))
 
 

@@ -128,6 +128,7 @@ def test_refused_handshakes_leave_no_connection_behind(spoken: Service) -> None:
     [
         ([("sec-websocket-version", "12")], "426", "upgrade_required"),
         ([], "426", "upgrade_required"),
+        ([("sec-websocket-version", "13"), ("content-length", "5")], "400", "invalid_request"),
         (
             [("sec-websocket-version", "13"), ("authorization", "Bearer a"), ("authorization", "Bearer b")],
             "400",

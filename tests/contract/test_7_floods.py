@@ -47,6 +47,19 @@ def resets(count: int) -> bytes:
     return b"".join(frame(1, 5, stream, HEAD) + frame(3, 0, stream, b"\0\0\0\x08") for stream in streams)
 
 
+END = frame(0, 1, 1)
+"""An empty piece of a body, which ends it."""
+MANY_FIELDS = b"\x90" * 2000
+STATES_A_BODY = HEAD + b"\x0f\x0d\x015"
+WIDEST = b"\x7f\xff\xff\xff"
+"""A step by which a window becomes wider than any may be."""
+
+
+def each(count: int, *frames: tuple[int, int, bytes]) -> bytes:
+    """Return so many streams with these frames."""
+    return b"".join(frame(kind, flags, n, body) for n in range(1, 2 * count, 2) for kind, flags, body in frames)
+
+
 FLOODS = {
     "SETTINGS": frame(4) * CUT_AFTER,
     "long SETTINGS": frame(4, body=b"\x00\x05\x00\x00\x40\x00" * 2700) * 100,
@@ -56,13 +69,21 @@ FLOODS = {
     "unknown": frame(0x42) * CUT_AFTER,
     "WINDOW_UPDATE": frame(8, body=b"\0\0\0\1") * CUT_AFTER,
     "RST_STREAM": resets(CUT_AFTER),
-    "bodies that do not come": b"".join(frame(1, 5, n, HEAD + b"\x0f\x0d\x015") for n in range(1, 2 * CUT_AFTER, 2)),
-    "header fields": b"".join(frame(1, 5, n, HEAD + b"\x90" * 2000) for n in range(1, 20, 2)),
+    "bodies that do not come": each(CUT_AFTER, (1, 5, STATES_A_BODY)),
+    "bodies behind the end": each(CUT_AFTER, (1, 5, HEAD), (0, 1, b"")),
+    "heads behind the end": each(CUT_AFTER, (1, 5, HEAD), (1, 5, HEAD)),
+    "windows that are too wide": each(400, (1, 5, HEAD), (8, 0, WIDEST)),
+    "heads for a stream that was reset": resets(1) + frame(1, 5, 1, HEAD) * CUT_AFTER,
+    "ends of a stream that was reset": resets(1) + END * CUT_AFTER,
+    "header fields": each(10, (1, 5, HEAD + MANY_FIELDS)),
+    "header fields where no body comes": each(10, (1, 5, STATES_A_BODY + MANY_FIELDS)),
+    "header fields for a stream that was reset": resets(1) + frame(1, 5, 1, MANY_FIELDS) * 10,
+    "header fields behind a body": each(10, (1, 4, HEAD), (1, 5, MANY_FIELDS)),
     "a long header block": frame(1, 1, 1, HEAD) + frame(9, 0, 1, b"\x90" * FRAME_BYTES_MAX) * 40,
 }
 
 
-ADDRESSES = (f"127.0.1.{n}" for n in range(1, 255))
+ADDRESSES = (f"127.0.{net}.{n}" for net in (1, 3) for n in range(1, 255))
 """An address that is cut again and again waits: tests of one cut have one each."""
 
 

@@ -49,7 +49,7 @@ def test_a_redrive_takes_nothing_of_a_topic_that_has_the_name_of_its_dead_letter
     on_loop(tmp_path, test)
 
 
-def test_the_log_tells_once_of_all_dead_letters_that_are_refused(tmp_path: Path) -> None:
+def test_the_log_tells_once_of_all_dead_letters_that_are_refused_and_at_once_of_what_else_fails(tmp_path: Path) -> None:
     """Each move told, and the shard repeats them every second."""
 
     async def test(live: Live) -> None:
@@ -66,6 +66,8 @@ def test_the_log_tells_once_of_all_dead_letters_that_are_refused(tmp_path: Path)
     with capture_logs() as lines:
         on_loop(tmp_path, test)
     told = [line for line in lines if "dead letter" in line["event"]]
-    assert [(line["event"], line["seq"], line["records"]) for line in told] == [
-        ("dead letters cannot be written", 1, 3)
+    assert [(line["event"], line["topic"], line.get("seq"), line.get("records")) for line in told] == [
+        ("dead letters cannot be written", "dead", 1, 3),
+        ("dead letters cannot be moved", "q", None, None),
+        ("jobs could not be moved to the dead letters", "q", None, None),
     ]

@@ -176,6 +176,21 @@ def test_one_of_another_length_than_stated_ends_its_own_request_alone(
         assert bytes(streams.bodies[other]) == b"12345"
 
 
+def test_a_websocket_that_states_an_empty_body_goes_on(server: Server) -> None:
+    """Its frames are no body. It was let in, and reset at its first frame."""
+    with server.client() as client:
+        streams = Streams(client.socket)
+        websocket = streams.open_websocket("/ws", "13", b"", **{"content-length": "0"})
+        while websocket not in streams.answered:
+            streams.read()
+        streams.take(websocket)
+        streams.go_on(websocket, b"\x81\x82\0\0\0\0hi", whole=False)
+        while not streams.bodies.get(websocket):
+            assert not streams.reset_codes
+            streams.read()
+        assert bytes(streams.bodies[websocket]) == b"\x81\x02HI"
+
+
 def test_a_head_that_states_a_body_and_ends_the_request_is_none(server: Server) -> None:
     with server.client() as client:
         streams = Streams(client.socket)

@@ -301,19 +301,19 @@ def test_an_error_while_trimming_costs_nothing_but_time(rig: Rig, fs: FaultyFile
     assert rig.read("quiet") == [(1, b'"q"')]
 
 
-def test_a_trimming_that_fails_again_and_again_is_logged_once(rig: Rig, fs: FaultyFileSystem) -> None:
-    """Each write makes another one due."""
+def test_a_trimming_that_fails_again_and_again_is_logged_until_it_is_over(rig: Rig, fs: FaultyFileSystem) -> None:
+    """Each write makes another one due. Two errors that took turns filled the log."""
     rig.append("quiet", b'"q"', config=EPHEMERAL)
     churn(rig, 5)
     with capture_logs() as lines:
-        for _ in range(2):
-            fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"pread"})))
+        for error in (errno.EIO, errno.ENOMEM) * 3:
+            fs.arm(Fault(1, error, always=True, calls=frozenset({"pread"})))
             churn(rig, 4)
-            struck = fs.struck
-            fs.arm(None)
-            churn(rig, 4)
-    assert struck > 2
-    assert [line["event"] for line in lines].count("the RAM log cannot be trimmed") == 2
+        assert fs.struck > 2
+        fs.arm(None)
+        churn(rig, 4)
+    told = [line for line in lines if "the RAM log cannot be trimmed" in line.values()]
+    assert [line["event"] for line in told] == ["the RAM log cannot be trimmed", "a failure is over"]
 
 
 # -- killed at every line

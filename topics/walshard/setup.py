@@ -282,7 +282,7 @@ def _make_routing(
     originals = Originals(fs, settings, shared, clock.monotonic_ms)
     boards = [RouterBoard(board) for board in shared.router_boards]
     sources = Sources(catalog, RouterTable(shared.router_table), boards, Links(shared, shard))
-    feeds = Feeds(RouterBoardWriter(shared.router_boards[shard]), clock.now_ms)
+    feeds = Feeds(RouterBoardWriter(shared.router_boards[shard]), clock)
     feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
     registry: Registrar | None = None
     if shard == ROUTERS_SHARD:

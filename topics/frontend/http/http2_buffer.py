@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived, StreamReset
-from h2.exceptions import InvalidBodyLengthError, ProtocolError
+from h2.exceptions import InvalidBodyLengthError, ProtocolError, StreamClosedError, StreamIDTooLowError
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
@@ -25,7 +25,7 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import Event as IOEvent
-from hyperframe.frame import DataFrame, Frame, HeadersFrame
+from hyperframe.frame import DataFrame, Frame, HeadersFrame, WindowUpdateFrame
 from priority.priority import TooManyStreamsError
 
 from topics.frontend.asgi import DELIVER, ROOM, Message, Send
@@ -37,6 +37,7 @@ from topics.frontend.http.hypercorn_connection import RECEIVE, context_of
 
 _DataEvent = Body | Data
 _Taken = tuple[list[Frame], list[Event]]
+_Checked = HeadersFrame | DataFrame | WindowUpdateFrame
 _UNWANTED_MAX_BYTES: Final = 1 << 20
 _WINDOW_BYTES: Final = 65_535  # of each stream, and of a connection that has not enlarged it (RFC 9113 §6.9.2)
 _percent_encoded = partial(re.compile(rb"[\x80-\xff]").sub, lambda byte: b"%%%02X" % ord(byte[0]))
@@ -194,7 +195,8 @@ class BoundedProtocol(H2Protocol):
     - A GOAWAY without an error, of either side, ends no answer that is due: h2 would send nothing any more.
     - The rest of a body behind its answer is dropped, where Hypercorn raises KeyError.
     - A request whose method or path cannot be read ends no other. The client may repeat one that comes during a drain.
-    - Nor does one end another whose body is not as long as its `content-length` says (RFC 9113 §8.1.1).
+    - Nor does one end another whose body is not as long as its `content-length` says (RFC 9113 §8.1.1). That of a
+      WebSocket says nothing about its frames.
     - Priorities are ignored (RFC 9113 §5.3): streams without a request would fill their tree.
     """
 
@@ -207,8 +209,10 @@ class BoundedProtocol(H2Protocol):
         self.frames = CheckedFrames(self._budget, self.config.h2_max_header_list_size)
         self.connection.incoming_buffer = context.http2_frames = self.frames
         take_frame = self.connection._frame_dispatch_table
-        for kind in (HeadersFrame, DataFrame):
+        for kind in (HeadersFrame, DataFrame, WindowUpdateFrame):
             take_frame[kind] = partial(self._take_checked, take_frame[kind])
+        decoder = cast(Any, self.connection.decoder)
+        decoder.decode = partial(self._decode_counted, decoder.decode)
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         await super().initiate(headers, settings)
@@ -342,20 +346,39 @@ class BoundedProtocol(H2Protocol):
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
             await self.send(Updated(idle=True))
 
-    def _take_checked(self, take: Callable[[Any], _Taken], frame: HeadersFrame | DataFrame) -> _Taken:
-        """Let h2 take a head, trailers or a piece of a body. If the body has another length than was stated, reset its
-        stream, where h2 ends the connection, or looks at no length because the last frame is no piece of the body.
+    def _decode_counted(self, decode: Callable[..., list[Any]], block: bytes, *, raw: bool) -> list[Any]:
+        """Decode a header block, and count its fields: also those of a request that does not begin, and of trailers."""
+        fields = decode(block, raw=raw)
+        if len(fields) > FIELDS_FREE:
+            self._budget.spend(len(fields) - FIELDS_FREE)
+        return fields
+
+    def _take_checked(self, take: Callable[[Any], _Taken], frame: _Checked) -> _Taken:
+        """Let h2 take a frame, and count what h2 answers with a reset. If a body has another length than was stated,
+        reset its stream, where h2 ends the connection, or looks at no length because the last frame is no piece of it.
         """
         streams, stream_id = self.connection.streams, frame.stream_id
         known = streams.get(stream_id)
         stated_bytes = None if known is None else known._expected_content_length
         try:
-            taken = take(frame)
+            resets, events = taken = take(frame)
+            if resets:
+                # The first one undoes a request. What was begun before that may come yet, and end once.
+                self._budget.spend(RESET_COST if events else int("END_STREAM" in frame.flags))
+                return taken
+            stream = streams.get(stream_id)
+            if known is None and stream is not None and stream._expected_content_length is not None:
+                fields = cast(RequestReceived, events[0]).headers
+                if (b":method", b"CONNECT") in fields:  # what follows is no body (RFC 9110 §9.3.6)
+                    stream._expected_content_length = None
             if isinstance(frame, HeadersFrame) and "END_STREAM" in frame.flags:
-                stream = streams[stream_id]
+                assert stream is not None
                 if known is not None:  # trailers, by which h2 has forgotten it
                     stream._expected_content_length = stated_bytes
                 stream._track_content_length(0, end_stream=True)
+        except (StreamClosedError, StreamIDTooLowError):  # a head or trailers for a stream that is over
+            self._budget.spend(RESET_COST)
+            raise
         except InvalidBodyLengthError:
             self._budget.spend(RESET_COST)
             self._tell(self.connection.reset_stream, stream_id, ErrorCodes.PROTOCOL_ERROR)
@@ -367,8 +390,6 @@ class BoundedProtocol(H2Protocol):
 
     def _begins(self, request: RequestReceived) -> bool:
         """Return True if a request is begun; else reset it."""
-        if len(request.headers) > FIELDS_FREE:
-            self._budget.spend(len(request.headers) - FIELDS_FREE)
         fields = cast("dict[bytes, bytes]", dict(request.headers))
         is_draining = self.context.terminated.is_set()
         if b":path" not in fields or is_draining or not fields[b":method"].isascii():

@@ -110,6 +110,8 @@ def handshake_error(headers: list[tuple[bytes, bytes]], http_version: str) -> To
     keys = [value for name, value in headers if name.lower() == b"sec-websocket-key"]
     if http_version == "1.1" and not (len(keys) == 1 and _KEY.fullmatch(keys[0])):
         return invalid(f"Sec-WebSocket-Key must be 16 bytes in base64, once; it is {_show(keys)}")
+    if any(name.lower() == b"content-length" and value.strip(b"0") for name, value in headers):
+        return invalid("the handshake of a WebSocket has no body")
     return None
 
 

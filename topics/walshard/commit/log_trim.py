@@ -54,6 +54,7 @@ DEAD_FILES_MAX: Final = 4
 TOPICS_PER_STEP: Final = 2048
 RELIEF_BYTES_MIN: Final = 64 * 1024
 """Dead bytes from which on a full /dev/shm is relieved; 1/LIVE_SHARE of the live bytes if that is more."""
+_NOT_TRIMMED: Final = "the RAM log cannot be trimmed"
 _CHUNK_ENTRIES: Final = 1 << 16
 _FEW_ENTRIES: Final = 1 << 10
 
@@ -88,7 +89,6 @@ class RamTrim:
     _repeated_bytes: int = 0
     _repeated_total: int = 0
     _files_to_relieve: int = 0
-    _failure: str = ""
     _dead_bytes_begun: int = 0
     """`_dead_bytes` when the last relief began. That relief may have passed over records that died later."""
     _dead_bytes_kept: int | None = None
@@ -121,11 +121,9 @@ class RamTrim:
         try:
             draft = Draft(ram=[self._repeat_live(now_ms)])
         except OSError as error:
-            if self._failure != str(error):  # logged once: each write makes a trimming due
-                self._failure = str(error)
-                log.error("the RAM log cannot be trimmed", error=str(error))
+            self._logs.lasting.failed(_NOT_TRIMMED, error)  # each write makes a trimming due
         else:
-            self._failure = ""
+            self._logs.lasting.over(_NOT_TRIMMED)
             yield draft
             if draft.committed:
                 self._drop_files()

@@ -20,7 +20,7 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError, storage_unavailable
-from topics.log import SparseLines, get_logger
+from topics.log import LastingFailures, SparseLines, get_logger
 from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
@@ -76,6 +76,7 @@ class Logs:
         if self.ram is not None:
             self.ram.refused = partial(self._refused, True)
         self._refusals = SparseLines(LOG_EVERY_S, lambda: self._clock.monotonic_ms() / 1000)
+        self.lasting = LastingFailures(lambda: self._clock.monotonic_ms() / 1000)
         self._former_lives = {counter: self._cell.get(counter) for counter in _COUNTERS}
 
     def holds(self, entry: JournalEntry) -> bool:

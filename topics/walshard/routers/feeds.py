@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
+from typing import Final
 
+from topics.core.clock import Clock
 from topics.core.config import U64_MAX
 from topics.core.routers import FeedFrameBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
-from topics.log import get_logger
+from topics.log import LastingFailures
 from topics.shm.arena import TopicView
 from topics.shm.router_memory import RouterBoardWriter, RouterProgress
 from topics.storage.frame import FrameType
@@ -20,7 +22,7 @@ from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.hosted import Hosted
 
-log = get_logger()
+_NOT_SHOWN: Final = "a router cannot be shown"
 
 
 class Hindrance(Enum):
@@ -131,10 +133,10 @@ class Feeds:
     once they are logged.
     """
 
-    def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
+    def __init__(self, board: RouterBoardWriter, clock: Clock) -> None:
         self._board = board
-        self._now_ms = now_ms
-        self._hidden: set[int] = set()
+        self._now_ms = clock.now_ms
+        self._lasting = LastingFailures(lambda: clock.monotonic_ms() / 1000)
         self.by_dest: dict[int, Feed] = {}
         self.by_source: dict[str, dict[int, Feed]] = {}
 
@@ -254,11 +256,9 @@ class Feeds:
             progress = RouterProgress(router.id, router.version, feed.source_topic_id, feed.source_seq, total)
             try:
                 self._board.show(progress)
-                self._hidden.discard(router.id)
+                self._lasting.over(_NOT_SHOWN, router=router.name)
             except OSError as error:
-                if router.id not in self._hidden:  # logged once: each page of copies shows it again
-                    self._hidden.add(router.id)
-                    log.error("a router cannot be shown", router=router.name, error=str(error))
+                self._lasting.failed(_NOT_SHOWN, error, router=router.name)  # each page of copies shows it again
 
     def ram_frames(self, now_ms: int) -> list[bytes]:
         """Return cursor frames of `ephemeral` dests, to be repeated before older files of the RAM log are removed."""
