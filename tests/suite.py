@@ -32,14 +32,15 @@ AGAIN_MAX: Final = 10
 
 PARTS: Final = {
     "short": (
-        "contract",
+        "archive",
         "frontend",
-        "walshard",
-        "e2e spark",
-        "archive compactor",
-        "test_*.py docs deploy",
+        "contract",
         "cli client",
         "storage core shm supervisor",
+        "walshard",
+        "compactor",
+        "test_*.py docs deploy",
+        "e2e spark",
     ),
     "long": (
         "e2e",
