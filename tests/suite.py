@@ -1,4 +1,4 @@
-"""Runs the tests in parts, two parts at a time: `make test` and `make test-all`.
+"""Runs the tests in parts, three parts at a time: `make test` and `make test-all`.
 
     python -m tests.suite short [--again FILE]
     python -m tests.suite long [--again FILE]
@@ -26,7 +26,8 @@ from tests import outcomes
 from tests.outcomes import Outcomes
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-AT_ONCE: Final = 2
+AT_ONCE: Final = 3
+"""Tests wait half of their time: two leave a third of two cores idle."""
 AGAIN_MAX: Final = 10
 """More failures than these are no lost races."""
 

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import InvalidBodyLengthError, ProtocolError, StreamClosedError, StreamIDTooLowError
+from hpack import Decoder
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
@@ -211,8 +212,7 @@ class BoundedProtocol(H2Protocol):
         take_frame = self.connection._frame_dispatch_table
         for kind in (HeadersFrame, DataFrame, WindowUpdateFrame):
             take_frame[kind] = partial(self._take_checked, take_frame[kind])
-        decoder = cast(Any, self.connection.decoder)
-        decoder.decode = partial(self._decode_counted, decoder.decode)
+        cast(Any, self.connection.decoder).decode = self._decode_counted
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         await super().initiate(headers, settings)
@@ -346,9 +346,9 @@ class BoundedProtocol(H2Protocol):
         if self.idle and any(isinstance(event, RequestReceived | StreamReset) for event in events):
             await self.send(Updated(idle=True))
 
-    def _decode_counted(self, decode: Callable[..., list[Any]], block: bytes, *, raw: bool) -> list[Any]:
+    def _decode_counted(self, block: bytes, *, raw: bool) -> list[Any]:
         """Decode a header block, and count its fields: also those of a request that does not begin, and of trailers."""
-        fields = decode(block, raw=raw)
+        fields = cast(list[Any], Decoder.decode(self.connection.decoder, block, raw=raw))
         if len(fields) > FIELDS_FREE:
             self._budget.spend(len(fields) - FIELDS_FREE)
         return fields
