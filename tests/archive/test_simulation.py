@@ -536,12 +536,7 @@ def test_a_leader_that_is_well_is_not_taken_over_from_once_a_promotion_is_withdr
 ) -> None:
     """While a promotion waits, the leader is not asked. That counted as its silence."""
     service.leader.answers = True
-    service.append("a", 3, "archived")
-    for _ in range(3):
-        service.ship(0)
-    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
-    for _ in range(4):
-        service.follow([])
+    rig = followed(service, takeover_after_ms="5000")
     follower, bucket = rig.follower, rig.archive.store
     assert isinstance(bucket, SimulatedBucket)
 
@@ -577,12 +572,7 @@ def test_a_takeover_of_its_own_accord_heeds_a_withdrawal(service: Archiving) -> 
     """Somebody withdrew a promotion while the follower looked whether it could take over from a silent leader. "It goes
     on to follow", said the command, and it took over.
     """
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
-    for _ in range(4):
-        service.follow([])
+    rig = followed(service, takeover_after_ms="5000")
     bucket = rig.archive.store
     assert isinstance(bucket, SimulatedBucket)
 
@@ -610,12 +600,7 @@ def test_a_takeover_begins_once_it_is_noted(service: Archiving, fault: Fault, is
     """With a full disk nothing was noted, nobody could withdraw it, and the follower took over later from a leader that
     was well by then. A note that could not be synced is there.
     """
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
-    for _ in range(4):
-        service.follow([])
+    rig = followed(service, takeover_after_ms="5000")
     cell = rig.shared.control.cell(Role.ARCHIVER, 0)
     rig.process_fs.arm(fault)
     with capture_logs() as logs:
@@ -775,11 +760,14 @@ def test_a_follower_begins_with_an_older_base_if_the_newest_one_is_damaged(servi
     service.bucket.objects[name] = whole
 
 
-def followed(service: Archiving) -> FollowerRig:
+def followed(service: Archiving, takeover_after_ms: str = "0") -> FollowerRig:
     """Ship some records; return a follower that has them."""
     service.append("a", 3, "disk")
     for _ in range(3):
         service.ship(0)
+    if takeover_after_ms != "0":
+        directory = f"{service.directory}/follower"
+        service.followers[0] = service.follower_in(directory, takeover_after_ms=takeover_after_ms)
     for _ in range(4):
         service.follow([])
     assert service.follower is not None
@@ -2126,12 +2114,7 @@ def test_a_follower_copies_a_base_behind_moments_whose_files_are_pruned(service:
 
 def test_time_in_which_a_follower_cannot_reach_the_archive_is_no_silence_of_its_leader(service: Archiving) -> None:
     """The bucket was away for both: a follower that reached it first took over from a leader that lived."""
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
-    for _ in range(4):
-        service.follow([])
+    rig = followed(service, takeover_after_ms="5000")
     service.partition(True)
     service.partition(True, 0)
     for _ in range(4):

@@ -25,10 +25,13 @@ class OtherShipperError(Exception):
 
 
 class TakenOverError(OtherShipperError):
-    """Another service took over from this one, which can ship nothing into the archive any more."""
+    """Another service took over from this one, which can ship nothing into the archive any more. `leader_url` is the
+    address of the one that leads now, "" if the archive does not have it.
+    """
 
-    leader_url = ""
-    """The address of the service that leads now, if the archive has it."""
+    def __init__(self, message: str, leader_url: str = "") -> None:
+        super().__init__(message)
+        self.leader_url = leader_url
 
 
 def taken_over(archive: Archive, by: str) -> TakenOverError:
@@ -38,12 +41,11 @@ def taken_over(archive: Archive, by: str) -> TakenOverError:
         newest = max(archive.generations(), default=0)
         number = archive.last_piece(newest, max(archive.bases(newest), default=0))
         url = archive.piece(newest, number)[0].leader_url if number else ""
-    error = TakenOverError(
+    return TakenOverError(
         f"{archive.store.place('')}: {by} took over from this service. Stop it and use the other one"
-        f"{url and f', {url}'}; or give it an archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
+        f"{url and f', {url}'}; or give it an archive of its own (TOPICS_ARCHIVE_URL), if both are to go on",
+        url,
     )
-    error.leader_url = url
-    return error
 
 
 def require_own(archive: Archive, newest: Generation, last: Piece | None, service_id: str) -> None:
