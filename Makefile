@@ -76,7 +76,7 @@ setup: $(STAMP) ## make .venv with the pinned dependencies
 run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
 	$(BIN)/topics-supervisor run
 
-test: check $(PROMTOOL) $(HADOLINT) $(SHELLS) ## lint, types and the tests that are not marked `long`: five minutes on two cores
+test: check $(PROMTOOL) $(HADOLINT) $(SHELLS) ## lint, types and the tests that are not marked `long`: 14 minutes on two cores
 	$(SUITE) short
 
 test-all: test $(BROWSER) $(DEBIAN) $(S3S) $(DOCS)/.installed ## all tests: `make test`, then those marked `long`

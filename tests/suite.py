@@ -27,7 +27,7 @@ from tests.outcomes import Outcomes
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 AT_ONCE: Final = 3
-"""Tests wait half of their time: two leave a third of two cores idle."""
+"""Tests wait a lot: two parts left 0.8 of two cores to a process of the lowest priority (November 2026)."""
 AGAIN_MAX: Final = 10
 """More failures than these are no lost races."""
 
