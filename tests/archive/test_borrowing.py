@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from structlog.testing import capture_logs
 
+from tests.archive.shippers import shipper_of
 from tests.harness import poll
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
@@ -29,15 +30,13 @@ from tests.walshard.rig import Rig
 from topics.archive import directory_copy
 from topics.archive.inspection import Pruned, check, prune
 from topics.archive.restoring import Restore, Restored, WantedMoment, plan
-from topics.archive.shipping import Shipper
 from topics.core.segment_list import COLD
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
-from topics.storage import kill_points, layout, service_id
+from topics.storage import kill_points, layout
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, loan_name, open_archive
 from topics.storage.borrowed import open_cold, read_borrowed
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.kill_points import KillPoint
-from topics.storage.origin import Origin, RunningEnds
 from topics.storage.segment_check import DamageFinding
 from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify
@@ -52,11 +51,7 @@ FS = OsFileSystem()
 
 def ship(rig: Rig, archive: Archive) -> None:
     """Back up a service, which ends then."""
-    data_dir = rig.settings.data_dir
-    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.moment_ends))
-    shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
-    shipper.begin()
-    shipper.base()
+    shipper_of(rig, archive).base()
     rig.shard.close()
     rig.close()
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.archive.archiving import Archiving, harmed, small_world
+from tests.archive.shippers import shipper_of
 from tests.archive.test_borrowing import FS
 from tests.archive.test_borrowing_followers import follower, missing, with_segments
 from tests.archive.test_borrowing_followers import ship_bases as ship_more
@@ -22,11 +23,10 @@ from tests.archive.test_simulation import begun, follow_and_go_back, ship_bases,
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive.restoring import Restore, WantedMoment, plan
-from topics.archive.shipping import Shipper
 from topics.cli import restore
 from topics.frontend.txn.coordinator import Stages
 from topics.shm.control import EXIT_AGAIN
-from topics.storage import layout, service_id
+from topics.storage import layout
 from topics.storage.archive_objects import (
     Archive,
     ArchiveDamagedError,
@@ -40,7 +40,6 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.frame import lay_out
 from topics.storage.logfile import WalPosition
-from topics.storage.origin import Origin, RunningEnds
 
 
 @pytest.fixture(autouse=True)
@@ -301,9 +300,7 @@ def test_the_moment_of_a_base_has_no_file_from_before_it(tmp_path: Path) -> None
     rig = Rig(data_dir)
     rig.append("t", b"1")
     archive = Archive(open_archive(FS, str(tmp_path / "archive")))
-    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.moment_ends))
-    shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
-    shipper.begin()
+    shipper = shipper_of(rig, archive)
     shipper.base()
     Stages(data_dir, 3_600_000, lambda: 1 << 40).make("t", "txn", lay_out([(b"", b"", b'"staged"', b"")]))
     for number in range(2, 5):

@@ -11,20 +11,18 @@ import pytest
 
 from tests.archive.archiving import HARMS, harmed
 from tests.archive.services import COMMAND, run
+from tests.archive.shippers import shipper_of
 from tests.archive.test_borrowing import FS, ship
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive import shipping
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import Restore, WantedMoment, last_whole_ms, plan
-from topics.archive.shipping import Shipper
 from topics.core.clock import iso
 from topics.shm.topic_messages import DeleteRecords
-from topics.storage import service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, FileRef, base_name, open_archive, piece_name
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.origin import Origin, RunningEnds
 
 
 class Based:
@@ -271,14 +269,6 @@ def test_verify_notices_a_piece_that_is_missing_before_others(tmp_path: Path) ->
     assert f"{path}: is missing" in check(archive, lambda *_: None)
     rig.shard.close()
     rig.close()
-
-
-def shipper_of(rig: Rig, archive: Archive) -> Shipper:
-    data_dir = rig.settings.data_dir
-    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.moment_ends))
-    shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
-    shipper.begin()
-    return shipper
 
 
 @pytest.mark.parametrize("starts_again", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from tests.archive.shippers import shipper_of
 from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.archive.shipping import Shipper
@@ -16,7 +17,6 @@ from topics.storage import service_id
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.notes import note_path
-from topics.storage.origin import Origin, RunningEnds
 from topics.storage.service_id import ArchiveNote
 
 FS = OsFileSystem()
@@ -32,11 +32,8 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def shipper(rig: Rig, place: str, *, notes_place: bool = True, fs: FileSystem = FS) -> Shipper:
-    data_dir = rig.settings.data_dir
-    origin = Origin(fs, data_dir, RunningEnds(rig.shared.control.moment_ends))
-    own_id = service_id.keep_id(FS, data_dir)
-    return Shipper(Archive(open_archive(FS, place)), origin, own_id, rig.clock, notes_place=notes_place)
+def begin(rig: Rig, place: str, *, notes_place: bool = True, fs: FileSystem = FS) -> Shipper:
+    return shipper_of(rig, Archive(open_archive(FS, place)), fs, notes_place=notes_place)
 
 
 def test_a_backup_begins_no_archive_where_that_of_its_service_is_away(
@@ -45,13 +42,13 @@ def test_a_backup_begins_no_archive_where_that_of_its_service_is_away(
     """It did, by the id of the service, whose archiver waited for the disk, and went on there then."""
     monkeypatch.chdir(tmp_path)
     place = tmp_path / "archive"
-    shipper(rig, place.as_uri()).begin()
+    begin(rig, place.as_uri())
     place.rename(tmp_path / "away")
     for named in (str(place), "archive"):
         with pytest.raises(FileNotFoundError, match="had its archive there: mount its disk"):
-            shipper(rig, named, notes_place=False).begin()
+            begin(rig, named, notes_place=False)
     assert not place.exists()
-    shipper(rig, "elsewhere", notes_place=False).begin()
+    begin(rig, "elsewhere", notes_place=False)
     assert service_id.archive_note(FS, rig.settings.data_dir) == ArchiveNote(f"{place}/archive/")
 
 
@@ -61,10 +58,10 @@ def test_an_archive_that_is_there_is_shipped_into_whatever_the_note_is_like(rig:
     fs = FaultyFileSystem()
     fs.arm(Fault(1, errno.ENOSPC, calls=frozenset({"rename"})))
     with capture_logs() as logs:
-        shipper(rig, place, fs=fs).begin()
+        begin(rig, place, fs=fs)
     assert "cannot be noted" in logs[-1]["event"]
     assert service_id.archive_note(FS, data_dir) is None
     for content in (b"", b"{}"):
         Path(note_path(data_dir, service_id.ARCHIVE_NAME)).write_bytes(content)
-        shipper(rig, place).begin()
+        begin(rig, place)
         assert service_id.archive_note(FS, data_dir) == ArchiveNote(f"{place}/archive/")

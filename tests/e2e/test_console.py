@@ -647,7 +647,9 @@ class Between:
     def __init__(self, service: Service) -> None:
         self.fault: Literal["", "502", "silence"] = ""
         self.streams = 0
+        """The number of streams that had the head of their answer."""
         self._service = service
+        self._asked: set[socket.socket] = set()
         self._streaming: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -675,9 +677,8 @@ class Between:
         with suppress(OSError):
             while received := source.recv(1 << 16):
                 if source is inner and received.startswith(b"GET /v0/watch/"):
-                    streams, self.streams = True, self.streams + 1
-                    if not self.fault:
-                        self._streaming.add(inner)
+                    streams = True
+                    self._asked.add(inner)
                 if source is inner and self.fault == "502":
                     inner.sendall(
                         b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 3\r\nContent-Type: text/html\r\n\r\nbad"
@@ -685,6 +686,11 @@ class Between:
                     break
                 if self.fault != "silence" or inner not in self._streaming:
                     target.sendall(received)
+                if target is inner and inner in self._asked:
+                    self._asked.remove(inner)
+                    if not self.fault:
+                        self._streaming.add(inner)
+                    self.streams += 1
         if not (streams and self.fault == "silence"):
             for one in (source, target):
                 with suppress(OSError):

@@ -174,6 +174,22 @@ def in_small_memory(tmp_path: Path, mebibytes: int) -> Path:
     return command
 
 
+def walshards(count: int) -> list[psutil.Process]:
+    """Return the shards of the one service that runs, once there are `count`. `topics-supervisor status` cannot tell:
+    the service has a /dev/shm of its own.
+    """
+
+    def living() -> list[psutil.Process]:
+        found = list[psutil.Process]()
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # other children of the tests end meanwhile
+                if process.name().startswith("walshard-") and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    return poll(f"{count} shards", lambda: found if len(found := living()) == count else None)
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["the topic", "its records"])
 def test_on_a_full_dev_shm_what_is_deleted_gives_its_room_back(small_memory: Path, whole: bool) -> None:
     with Service(shards=1, frontends=1, command=small_memory) as service:
@@ -209,8 +225,7 @@ def test_a_shard_that_dies_on_a_full_dev_shm_comes_back_each_time(small_memory: 
         filling: list[str] = []
         for life in range(4):
             refused(fill_until_refused(client, "old", filling), 503, "storage_unavailable")
-            family = psutil.Process().children(recursive=True)  # `status` has a /dev/shm of its own
-            (shard,) = [process for process in family if process.name() == "walshard-0"]
+            (shard,) = walshards(1)
             shard.kill()
             poll("its successor to take a durable write", partial(took, client, "durable", f"life.{life}"), 60)
         check_log(service, "old", filling)
@@ -236,8 +251,7 @@ def test_a_shard_that_dies_on_a_full_dev_shm_comes_back_while_others_fill_it(tmp
             try:
                 writing = [pool.submit(keep_writing, name) for name in names]
                 for life in range(3):
-                    family = psutil.Process().children(recursive=True)
-                    for shard in [process for process in family if process.name().startswith("walshard-")]:
+                    for shard in walshards(2):
                         shard.kill()
                         for name in names:
                             took_durable = partial(took, client, f"durable.{name}", f"{life}.{shard.name}")

@@ -246,8 +246,9 @@ class Shipper:
         logs, txn = self._moment(self._txn)
         self._go_on(logs, files.starts)
         needs_base = self._has_part
-        # The last piece may list files, or have the number of a damaged base.
-        self._ship(logs, txn, self._ends, is_sign=had_txn or self.lacks_base, needs_base=needs_base)
+        # The last piece may list files, or have the number of a base that is damaged, or has what is deleted since.
+        is_sign = had_txn or self.lacks_base or self._differs(files)
+        self._ship(logs, txn, self._ends, is_sign=is_sign, needs_base=needs_base)
         if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
         if not self._archive.has_piece(self._generation.number, self._number):
@@ -266,6 +267,10 @@ class Shipper:
         self.last_base, self._files, self._has_part = base, files.refs, False
         self._piece_ends = {number: ends for number, ends in self._piece_ends.items() if number >= first_piece}
         return self._shipped()
+
+    def _differs(self, files: BaseFiles) -> bool:
+        """True if a base of these files is another one than the newest."""
+        return self.last_base is not None and (files.starts != self.last_base.logs or files.refs != self._files)
 
     # -- the end of the archive
 
