@@ -247,9 +247,9 @@ class Shipper:
         self._go_on(logs, files.starts)
         needs_base = self._has_part
         # The last piece may list files, or have the number of a base that is damaged, or has what is deleted since.
-        is_sign = had_txn or self.lacks_base or self._differs(files)
+        is_sign = had_txn or self.lacks_base or (self._is_base_last() and self._differs(files))
         self._ship(logs, txn, self._ends, is_sign=is_sign, needs_base=needs_base)
-        if self.last_base is not None and self.last_base.number == self._number:
+        if self._is_base_last():
             return self._shipped()  # nothing has happened since
         if not self._archive.has_piece(self._generation.number, self._number):
             # This shipper stood still while another service took over, and pruned what this one had put.
@@ -267,6 +267,10 @@ class Shipper:
         self.last_base, self._files, self._has_part = base, files.refs, False
         self._piece_ends = {number: ends for number, ends in self._piece_ends.items() if number >= first_piece}
         return self._shipped()
+
+    def _is_base_last(self) -> bool:
+        """True if no piece is behind the newest base."""
+        return self.last_base is not None and self.last_base.number == self._number
 
     def _differs(self, files: BaseFiles) -> bool:
         """True if a base of these files is another one than the newest."""
