@@ -32,6 +32,8 @@ IMPORTED: Final = (
     *(f"topics.supervisor.{name}" for name in ("command", "run_command", "promote")),
     *(f"topics.cli.{name}" for name in ("main", "archive", "backup", "restore", "verify_command")),
 )
+LOST_SEQS_MAX: Final = 2000
+"""Each seq of the gap behind a restored topic takes an entry of a segment, and segments of the tests are small."""
 NEEDS_A_START: Final = ("LD_", "MALLOC_", "PYTHON")
 """Variables that begin so are read by what runs a program, before it is imported."""
 REQUEST_BYTES_MAX: Final = 1 << 17
@@ -197,6 +199,7 @@ def main() -> int:
 
     for name in IMPORTED:
         importlib.import_module(name)
+    sys.modules["topics.archive.directory_copy"].LOST_SEQS_MAX = LOST_SEQS_MAX  # type: ignore[attr-defined]
     gc.freeze()  # no collection in a fork writes to the pages that all share
     with socket.socket(fileno=int(sys.argv[1])) as asked:
         command = serve(asked)

@@ -48,7 +48,8 @@ from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note, write_note
 from topics.storage.verify import verify
-from topics.walshard.commit.logs import MOVED_MAX
+from topics.walshard import follower_shard
+from topics.walshard import shard as shard_module
 
 EXAMPLES = 10
 """A sample; `make archive-sim` runs any number (`schedules.py`)."""
@@ -75,7 +76,7 @@ def test_a_seed_draws_the_same_schedules_again() -> None:
 
     for _ in range(2):
         made.append([])
-        few = settings(max_examples=5, stateful_step_count=STEPS, deadline=None, database=None)
+        few = settings(max_examples=3, stateful_step_count=STEPS, deadline=None, database=None)
         run_state_machine_as_test(seed(2)(Noted), settings=few)
     assert made[0] == made[1]
     assert len(made[0]) > 50
@@ -1777,8 +1778,13 @@ def test_a_look_at_an_archive_beside_a_pruning_finds_no_damage(service: Archivin
         assert nth > 20
 
 
-def test_topics_that_became_archived_at_once_are_shown_a_part_at_a_time(keeping: Archiving) -> None:
+def test_topics_that_became_archived_at_once_are_shown_a_part_at_a_time(
+    keeping: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A shard of a follower showed all of them in one turn, and held up its requests for 20 ms with 5,000."""
+    shown_max = 16
+    for module in (shard_module, follower_shard):
+        monkeypatch.setattr(module, "MOVED_MAX", shown_max)
     leader = keeping.leader
     leader.answers = True
     keeping.append("a", 3, "disk")
@@ -1786,7 +1792,7 @@ def test_topics_that_became_archived_at_once_are_shown_a_part_at_a_time(keeping:
         keeping.ship(0)
     for _ in range(4):
         keeping.follow([])
-    names = [f"t-{number}" for number in range(3 * MOVED_MAX)]
+    names = [f"t-{number}" for number in range(3 * shown_max)]
     for name in names:
         leader.rig.append(name, b"1")
     for _ in range(2):
@@ -1807,7 +1813,7 @@ def test_topics_that_became_archived_at_once_are_shown_a_part_at_a_time(keeping:
         rig.follower.step()
     before = archived()
     shard.copy()
-    assert archived() == [before[0] + MOVED_MAX, before[1]]
+    assert archived() == [before[0] + shown_max, before[1]]
     assert not shard.is_idle
     # One whose turn has not come yet gets more, which is durable as it becomes `ephemeral`.
     reader = rig.reader_of(0)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.walshard.compaction import Compaction
+from tests.walshard.compaction import Compaction, Life
 from tests.walshard.rig import Rig
+from topics.compactor.checkpoints import SEGMENTS_PER_STEP
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SEALED
 from topics.shm.topic_messages import (
@@ -22,8 +23,10 @@ from topics.shm.topic_messages import (
     TopicCheckpoint,
 )
 from topics.storage import kill_points, layout
+from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import KillPoint
 from topics.storage.recovery import BATCH_FRAMES
+from topics.storage.segment_writer import SegmentWriter
 
 pytestmark = pytest.mark.shard(segment_max_events="8")
 
@@ -78,6 +81,25 @@ def test_a_long_log_is_read_in_steps_that_can_be_stopped_between(compaction: Com
     steps = compaction.life.steps
     compaction.compactor.follow(0)
     assert compaction.life.steps - steps >= 4
+
+
+def test_many_small_segments_are_written_in_steps_that_can_be_stopped_between(
+    compaction: Compaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All segments of 65,536 records were one step. A long gap behind a restore kept a stop waiting until it killed."""
+    made = [0]
+    create = SegmentWriter.create
+
+    def creating(fs: FileSystem, directory: str, first_seq: int) -> SegmentWriter:
+        made[-1] += 1
+        return create(fs, directory, first_seq)
+
+    monkeypatch.setattr(SegmentWriter, "create", creating)
+    monkeypatch.setattr(Life, "alive", lambda _life: made.append(0))
+    fill(compaction, 20 * SEGMENTS_PER_STEP)
+    compaction.cut()
+    assert sum(made) > 2 * SEGMENTS_PER_STEP
+    assert max(made) <= SEGMENTS_PER_STEP
 
 
 def test_log_files_go_once_two_snapshots_have_what_they_say(compaction: Compaction) -> None:

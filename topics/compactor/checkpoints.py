@@ -51,7 +51,8 @@ SYNC_ONE_BY_ONE_MAX: Final = 64
 TOPICS_PER_MESSAGE: Final = 96
 """A shard was measured to take 20 ms for a message with 256, so 78 µs for each."""
 RECORDS_PER_STEP: Final = 1 << 16
-"""The most records that one step takes from one topic."""
+SEGMENTS_PER_STEP: Final = 64
+"""One step takes at most so many records from one topic, and at most what fills so many segments."""
 RECORDS_PER_MESSAGE: Final = 1 << 19
 """The most records that one message marks: the shard checks the flags of all. Each message costs a sync of its log."""
 SEQS_PER_MESSAGE: Final = 2048
@@ -254,7 +255,11 @@ class Checkpoints:
     def _segments_due(self, shard_copy: ShardCopy, topic: Topic) -> int:
         """Estimate how many segments will be written to."""
         records = topic.head_seq - max(topic.earliest_seq - 1, shard_copy.index_of(topic).segments.last_seq)
-        return 1 + min(records, RECORDS_PER_STEP) // self._seal_at.records
+        return 1 + min(records, self._records_per_step) // self._seal_at.records
+
+    @property
+    def _records_per_step(self) -> int:
+        return min(RECORDS_PER_STEP, SEGMENTS_PER_STEP * self._seal_at.records)
 
     def _topic(
         self, shard_copy: ShardCopy, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
@@ -272,7 +277,7 @@ class Checkpoints:
                 return None
             if view.head_seq >= topic.head_seq:
                 first_seq = max(up_to_seq + 1, view.base_seq)
-                last_seq = min(view.head_seq, first_seq + RECORDS_PER_STEP - 1)
+                last_seq = min(view.head_seq, first_seq + self._records_per_step - 1)
                 if first_seq > last_seq:
                     break
                 entries = shard_copy.arena().entries(view, first_seq, last_seq)
