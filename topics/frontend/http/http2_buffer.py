@@ -378,7 +378,8 @@ class BoundedProtocol(H2Protocol):
         try:
             resets, events = taken = take(frame)
             if resets:
-                # The first one undoes a request. What was begun before that may come yet, and end once.
+                # The first one undoes a request. What was begun before that may come yet, and end once. Pieces of its
+                # body are free: they cost no more than those that are wanted (docs/limits.md has figures).
                 self._budget.spend(RESET_COST if events else int("END_STREAM" in frame.flags))
                 return taken
             stream = streams.get(stream_id)

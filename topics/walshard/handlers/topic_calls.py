@@ -11,7 +11,6 @@ import msgspec
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.control_bodies import ConfigFrameBody, encode_body
 from topics.core.errors import TopicsError, storage_unavailable
-from topics.log import get_logger
 from topics.shm.asks import Deleted
 from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
 from topics.storage.frame import FrameType
@@ -23,8 +22,6 @@ from topics.walshard.handlers.relogging import RelogTurn, plan_turn
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
-
-log = get_logger()
 
 
 @dataclass(eq=False)
@@ -103,7 +100,7 @@ class TopicCalls:
         try:
             return plan_turn(hosted, self._ram_directory, call.turns, now_ms)
         except OSError as error:
-            log.error("records of the RAM log cannot be read", topic=call.name, reason=str(error))
+            self._logs.lasting.error("records of the RAM log cannot be read", topic=call.name, reason=str(error))
             raise storage_unavailable(
                 f"the records of topic {call.name!r} cannot be read to make them durable; see the service's log",
                 topic=call.name,
