@@ -171,10 +171,9 @@ class RamTrim:
         self._tags.forget_below(file_no, in_ram=True)
         try:
             wal.drop_files_below(file_no)
+            self._logs.lasting.over(_RAM_NOT_REMOVED)
         except OSError as error:
             self._logs.lasting.failed(_RAM_NOT_REMOVED, error)
-        else:
-            self._logs.lasting.over(_RAM_NOT_REMOVED)
         self._written_before = wal.bytes_written
         self._repeated_total += self._repeated_bytes
         self._next_after_bytes = max(self._file_bytes, self._repeated_bytes, self._live_bytes() // LIVE_SHARE)
@@ -302,10 +301,9 @@ class LogTrim:
         self._tags.forget_below(self._file_no, in_ram=False)
         try:
             self._logs.wal.drop_files_below(self._file_no)
+            self._logs.lasting.over(_NOT_REMOVED)
         except OSError as error:
             self._give_up(str(error))
-        else:
-            self._logs.lasting.over(_NOT_REMOVED)
 
     def _give_up(self, reason: str) -> None:
         """Stop until the next request."""
