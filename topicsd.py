@@ -77,6 +77,16 @@ class _Stdout(io.FileIO):
             raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
 
+class _Stderr(io.FileIO):
+    """File descriptor 2. What it cannot take is lost, and changes no exit code."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
 def open_output() -> None:
     """Have stdout and stderr take all that is printed: one that was closed (`2>&-`) leads nowhere, and what an encoding
     lacks is spelled. Without that the first file that is opened would be stderr.
@@ -87,7 +97,8 @@ def open_output() -> None:
     encoding, lines = (sys.stdout.encoding, sys.stdout.isatty()) if sys.stdout else ("utf-8", False)
     buffer = io.BufferedWriter(_Stdout(1, "w", closefd=False))
     sys.stdout = io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=lines)
-    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w"))
+    errors = io.BufferedWriter(_Stderr(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(errors, encoding, errors="backslashreplace", line_buffering=True)
 
 
 def guarded(program: str, work: Callable[[], int]) -> int:

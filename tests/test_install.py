@@ -152,6 +152,23 @@ def test_closed_outputs_lead_nowhere(closed: str, tmp_path: Path) -> None:
             assert (said == "") == (fd in closed.split() or (fd == "2" and "status" in program)), (fd, said)
 
 
+@pytest.mark.parametrize(
+    ("code", "command"),
+    [
+        (2, "topics-supervisor run --port x"),
+        (2, "topics-supervisor nonsense"),
+        (3, "topics-supervisor promote --data-dir /nonexistent"),
+        (2, "topics verify /nonexistent"),
+        (2, "topics lag --url x:"),
+        (2, "topics read a\udcff"),
+        (3, "topics list --url http://127.0.0.1:1"),
+    ],
+)
+def test_errors_that_stderr_cannot_take_keep_their_exit_code(code: int, command: str) -> None:
+    done = shell_run(command.split(), " 2>/dev/full")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 def test_an_output_that_lacks_a_character_spells_it() -> None:
     done = shell_run(["topics", "archive", "prune", "--help"], "", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")

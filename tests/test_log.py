@@ -73,6 +73,35 @@ def test_tracebacks_have_no_local_variables_whatever_is_installed() -> None:
         assert "every local variable" not in text
 
 
+FAULTY = """
+from topics.log import configure_log, get_logger
+configure_log("info", "json")
+
+def fail(request):
+    if request % 2:
+        raise RuntimeError(f"odd request {request}")
+    raise RuntimeError("even request")
+
+for request in range(10):
+    try:
+        fail(request)
+    except RuntimeError as error:
+        if request < 8:
+            get_logger().exception("request failed")
+        else:
+            get_logger().error("likewise", exc_info=error)
+get_logger().error("no fault")
+get_logger().error("no fault")
+"""
+
+
+def test_a_fault_that_each_request_meets_is_one_traceback_a_minute_for_each_place() -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTY], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["event"] for line in lines] == ["request failed"] * 2 + ["no fault"] * 2
+    assert ["even request" in lines[0]["exception"], "odd request 1" in lines[1]["exception"]] == [True, True]
+
+
 @pytest.mark.parametrize("to", ["a reader that is gone", "a full disk"])
 def test_a_log_that_cannot_be_written_ends_nobody(to: str) -> None:
     """Ctrl-C of `topics-supervisor run 2>&1 | tee log` killed all processes, not drained them, as tee goes first."""

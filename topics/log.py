@@ -10,8 +10,10 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from traceback import walk_tb
 from typing import Any, Final, TextIO, cast
 
 import msgspec
@@ -47,6 +49,7 @@ def configure_log(level: str, format: str) -> None:
     trace: list[Processor] = [structlog.processors.format_exc_info] if format == "json" else []
     structlog.configure(
         processors=[
+            _SparseTracebacks(),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _add_process,
@@ -112,18 +115,18 @@ class SparseLines:
             get_logger().warning(event, **values, more_like_it=left_out)
 
 
-class LastingFailures:
+class LastingFailures(SparseLines):
     """Failures that a loop meets in each turn for as long as something lasts, as a full disk. The first of an event is
     logged, then one in LASTING_EVERY_S, and once that they are over. `place` says which of several things fails.
     """
 
     def __init__(self, time_s: Callable[[], float]) -> None:
-        self._lines = SparseLines(LASTING_EVERY_S, time_s)
+        super().__init__(LASTING_EVERY_S, time_s)
         self._logged: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def failed(self, event: str, error: object, **place: Any) -> None:
         kind = event, *place.values()
-        if (left_out := self._lines.left_out(*kind)) is not None:
+        if (left_out := self.left_out(*kind)) is not None:
             self._logged[kind] = place
             get_logger().error(event, **place, reason=str(error), more_like_it=left_out)
 
@@ -131,6 +134,25 @@ class LastingFailures:
         """Note that nothing fails with these events any more, at that place if one is given."""
         for kind in [kind for kind, at in self._logged.items() if kind[0] in events and place.items() <= at.items()]:
             get_logger().info("a failure is over", failure=kind[0], **self._logged.pop(kind))
+
+
+class _SparseTracebacks:
+    """Drops lines with a traceback, but for one in LASTING_EVERY_S of each place: each request may meet a fault."""
+
+    def __init__(self) -> None:
+        self._lines = SparseLines(LASTING_EVERY_S, time.monotonic)
+
+    def __call__(self, logger: Any, method: str, event: EventDict) -> EventDict:
+        error = event.get("exc_info")
+        error = sys.exception() if error is True else error[1] if isinstance(error, tuple) else error
+        if isinstance(error, BaseException):
+            places = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+            left_out = self._lines.left_out("fault", type(error), *places[-1:])
+            if left_out is None:
+                raise structlog.DropEvent
+            if left_out:
+                event["more_like_it"] = left_out
+        return event
 
 
 class _Stderr:

@@ -19,11 +19,14 @@ from tests.buckets import Fault, Proxy
 from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
+from topics import __version__
 from topics.archive.backing_up import backup as make_backup
 from topics.archive.ownership import following_problem
 from topics.archive.shipping import NoMomentError, Shipped, Shipper
 from topics.cli.read import timestamp_ms
 from topics.core.clock import SystemClock
+from topics.shm.control import VERSION, ControlPage
+from topics.shm.shm_names import identity, shm_name
 from topics.storage.archive_objects import Archive, loan_name, open_archive
 from topics.storage.borrowed import BorrowedNote, write_borrowed
 from topics.storage.filesystem import OsFileSystem
@@ -81,6 +84,18 @@ def test_a_stopped_service_is_backed_up_and_restored(tmp_path: Path) -> None:
         cut(other)
         # The seqs of the gap `restored` are no records.
         assert other.status()["compactor"]["checkpointed_records"] <= len(expected)
+
+
+def test_a_service_of_another_release_is_not_backed_up(tmp_path: Path) -> None:
+    with Service(shards=1) as service:
+        header = ControlPage.attach(shm_name(identity(str(service.data_dir)), "control")).header
+        header.set("version", VERSION + 1)
+        problem = run("backup", "--data-dir", service.data_dir, "--to", tmp_path / "archive", code=1)
+        header.set("version", VERSION)
+    versions = f"its shared memory has version {VERSION + 1}, topics {__version__} knows {VERSION}"
+    assert problem == (
+        f"topics backup: the service is of another release ({versions}): use its commands, or restart it\n"
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
@@ -115,11 +116,13 @@ def test_ones_that_are_damaged_are_read_no_faster_than_others(machine: Machine) 
     for path, content in contents.items():
         path.write_bytes(content[:50] + b"y" + content[51:])
     machine.delete()
-    due_in_ms = machine.compaction.compactor.upkeep()
-    assert due_in_ms is not None
-    assert due_in_ms > 0, "the second one waits"
-    machine.compaction.upkeep()
+    with capture_logs() as lines:
+        due_in_ms = machine.compaction.compactor.upkeep()
+        assert due_in_ms is not None
+        assert due_in_ms > 0, "the second one waits"
+        machine.compaction.upkeep()
     assert machine.versions() == [0, 0, 0]
+    assert [line["event"] for line in lines].count("a damaged segment is not rewritten") == 1, "one a minute"
     for path, content in contents.items():
         path.write_bytes(content)
 

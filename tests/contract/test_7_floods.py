@@ -51,6 +51,7 @@ END = frame(0, 1, 1)
 """An empty piece of a body, which ends it."""
 MANY_FIELDS = b"\x90" * 2000
 STATES_A_BODY = HEAD + b"\x0f\x0d\x015"
+CAPITALS = b"\0\x01X\x011"
 WIDEST = b"\x7f\xff\xff\xff"
 """A step by which a window becomes wider than any may be."""
 
@@ -70,6 +71,8 @@ FLOODS = {
     "WINDOW_UPDATE": frame(8, body=b"\0\0\0\1") * CUT_AFTER,
     "RST_STREAM": resets(CUT_AFTER),
     "bodies that do not come": each(CUT_AFTER, (1, 5, STATES_A_BODY)),
+    "malformed heads": each(CUT_AFTER, (1, 5, HEAD + CAPITALS)),
+    "malformed trailers": each(CUT_AFTER, (1, 4, HEAD), (1, 5, CAPITALS)),
     "bodies behind the end": each(CUT_AFTER, (1, 5, HEAD), (0, 1, b"")),
     "heads behind the end": each(CUT_AFTER, (1, 5, HEAD), (1, 5, HEAD)),
     "windows that are too wide": each(400, (1, 5, HEAD), (8, 0, WIDEST)),

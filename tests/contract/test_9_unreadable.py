@@ -19,7 +19,7 @@ BAD = 16
 PUT_ASIDE = "a job cannot be read and is put aside"
 ALL = list(range(1, RECORDS + 1))
 FRONTENDS = 2
-"""Each says it once."""
+"""Each says it once a minute for all jobs of a topic."""
 
 
 def fill(service: Service, topic: str) -> None:
@@ -100,7 +100,7 @@ def test_jobs_that_only_a_cold_directory_had_hold_up_no_other_job() -> None:
         gone = range(EVENTS + 1, 2 * EVENTS + 1)
         assert work_through(service, "q", 4, RECORDS - EVENTS) == [seq for seq in ALL if seq not in gone]
         assert counts(service.client, "q") == (0, 0, 0)
-        assert EVENTS <= said(service) <= FRONTENDS * EVENTS
+        assert 1 <= said(service) <= FRONTENDS
 
 
 def test_an_unreadable_job_keeps_no_other_from_the_dead_letters() -> None:

@@ -26,7 +26,10 @@ class Streams:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        config = h2.config.H2Configuration(
+            header_encoding="utf-8", validate_outbound_headers=False, normalize_outbound_headers=False
+        )
+        self._h2 = h2.connection.H2Connection(config)
         self._h2.initiate_connection()
         self._h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
         self._h2.increment_flow_control_window(GENEROUS)
@@ -73,9 +76,16 @@ class Streams:
         self.flush()
         return stream_id
 
-    def trail(self, stream_id: int) -> None:
+    def begin_unsent(self) -> int:
+        """Return a stream whose head the test is to send by itself."""
+        stream_id, self._next = self._next, self._next + 2
+        self._h2.send_headers(stream_id, [(":method", "GET")], end_stream=True)
+        self._h2.clear_outbound_data_buffer()
+        return stream_id
+
+    def trail(self, stream_id: int, *trailers: tuple[str, str]) -> None:
         """End a body with trailers."""
-        self._h2.send_headers(stream_id, [("x-trailer", "1")], end_stream=True)
+        self._h2.send_headers(stream_id, trailers or [("x-trailer", "1")], end_stream=True)
         self.flush()
 
     def settle(self) -> None:

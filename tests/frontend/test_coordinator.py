@@ -364,6 +364,26 @@ def test_what_cannot_be_published_is_tried_ever_less_often_and_said_once(
     on_loop(shards, tmp_path, test)
 
 
+def test_many_batches_that_cannot_be_published_are_one_line_a_minute(shards: Shards, tmp_path: Path) -> None:
+    """A client makes as many as it likes."""
+
+    async def test(commits: TxnCoordinator) -> None:
+        commits.start(janitor=False)
+        pending_id, _ = await shards.told(0, TxnPending)
+        batches = [(owned_by(0), batch, [(f"stage{batch}", owned_by(1))]) for batch in range(5)]
+        shards.answer(0, pending_id, TxnPendingReply(batches))
+        with capture_logs() as said:
+            for _ in batches:
+                publish_id, _ = await shards.told(1, StagePublish)
+                shards.refuse(1, publish_id, TopicsError("storage_unavailable", "the disk is full"))
+            await shards.told(1, StagePublish)
+        assert [line["event"] for line in said] == ["a decided batch is not published yet"]
+
+    for shard in range(SHARDS):
+        shards.ready(shard)
+    on_loop(shards, tmp_path, test)
+
+
 def test_files_of_stages_that_were_never_finished_go_once_they_are_old(tmp_path: Path) -> None:
     """Their frontend was killed while it wrote them: nobody else knows their names."""
     stages = Stages(str(tmp_path), STAGE_TTL_MS, room)

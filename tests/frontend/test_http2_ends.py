@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 from h2.errors import ErrorCodes
-from hyperframe.frame import GoAwayFrame
+from hyperframe.frame import GoAwayFrame, HeadersFrame
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import CloseConnection
 
@@ -71,19 +71,115 @@ def test_who_goes_away_with_an_error_is_gone(server: Server) -> None:
         server.call(server.app.go.set)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [[(":method", "G\u00c9T"), (":path", "/echo"), *HEADERS], [(":method", "CONNECT"), (":authority", "localhost")]],
-    ids=["a method that is none", "for a proxy"],
-)
-def test_a_request_that_cannot_be_read_ends_no_other(server: Server, head: list[tuple[str, str]]) -> None:
+GET = (":method", "GET")
+ECHO = (":path", "/echo")
+HEAD = [GET, ECHO, *HEADERS]
+MALFORMED = {
+    "a method that is none": [(":method", "G\u00c9T"), ECHO, *HEADERS],
+    "for a proxy": [(":method", "CONNECT"), (":authority", "localhost")],
+    "no method": [ECHO, *HEADERS],
+    "no path": [GET, *HEADERS],
+    "an empty path": [GET, (":path", ""), *HEADERS],
+    "no scheme": [GET, ECHO, (":authority", "localhost")],
+    "no host": [GET, ECHO, (":scheme", "http")],
+    "two hosts": [*HEAD, ("host", "elsewhere")],
+    "two paths": [GET, ECHO, ECHO, *HEADERS],
+    "a pseudo-header that is none": [*HEAD, (":odd", "1")],
+    "a pseudo-header behind others": [GET, ECHO, ("x", "1"), *HEADERS],
+    "a protocol without CONNECT": [*HEAD, (":protocol", "websocket")],
+    "a status": [*HEAD, (":status", "200")],
+    "capitals": [*HEAD, ("X-Odd", "1")],
+    "a blank in a name": [*HEAD, ("x odd", "1")],
+    "no name": [*HEAD, ("", "1")],
+    "a colon in a name": [*HEAD, ("x:odd", "1")],
+    "a line end in a value": [*HEAD, ("x", "1\r\ny: 2")],
+    "blanks around a value": [*HEAD, ("x", " 1 ")],
+    "two lengths": [*HEAD, ("content-length", "1"), ("content-length", "2")],
+    "a length that is none": [*HEAD, ("content-length", "-1")],
+    "a length of too many digits": [*HEAD, ("content-length", "1" * 5000)],
+    "connection: close": [*HEAD, ("connection", "close")],
+    "transfer-encoding: chunked": [*HEAD, ("transfer-encoding", "chunked")],
+    "keep-alive": [*HEAD, ("keep-alive", "timeout=5")],
+    "upgrade": [*HEAD, ("upgrade", "h2c")],
+    "te: gzip": [*HEAD, ("te", "gzip")],
+}
+MALFORMED_TRAILERS = {
+    "a pseudo-header": [ECHO],
+    "a status": [(":status", "200")],
+    "capitals": [("X-Odd", "1")],
+    "a length that is none": [("content-length", "x")],
+    "connection: close": [("connection", "close")],
+}
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "with a body"])
+@pytest.mark.parametrize("head", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_head_ends_no_other_request(server: Server, head: list[tuple[str, str]], ended: bool) -> None:
+    """RFC 9113 §8.1.1: an error of the stream. Behind a proxy the other streams are other people's."""
     with server.client() as client:
         streams = Streams(client.socket)
         asked = waiting(server, streams)
-        odd = streams.begin(*head)
+        odd = streams.begin(*head, behind=b"" if ended else b"a body", ended=ended)
         streams.settle()
         assert streams.reset_codes == {odd: ErrorCodes.PROTOCOL_ERROR}
         assert is_answered(server, streams, asked)
+        assert [scope["path"] for scope in server.app.scopes] == ["/wait"]
+
+
+INTERIM = b"\0\x07:status\x03100"
+"""A status of 100 by HPACK."""
+
+
+@pytest.mark.parametrize("block", [b"", INTERIM, b"\x82\x84\x86" + INTERIM], ids=bytes.hex)
+@pytest.mark.parametrize("of_trailers", [False, True])
+def test_nor_does_one_that_no_client_library_sends(server: Server, block: bytes, of_trailers: bool) -> None:
+    """h2 takes a status 1xx for that of an answer before it looks at anything else. Trailers may be empty."""
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = waiting(server, streams)
+        odd = streams.begin(*HEAD) if of_trailers else streams.begin_unsent()
+        client.send(HeadersFrame(odd, block, flags=["END_HEADERS", "END_STREAM"]).serialize())
+        streams.settle()
+        assert streams.reset_codes == ({} if of_trailers and not block else {odd: ErrorCodes.PROTOCOL_ERROR})
+        assert is_answered(server, streams, asked)
+
+
+@pytest.mark.parametrize("trailers", MALFORMED_TRAILERS.values(), ids=MALFORMED_TRAILERS.keys())
+def test_malformed_trailers_end_their_own_request_alone(server: Server, trailers: list[tuple[str, str]]) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = waiting(server, streams)
+        odd = streams.begin(*HEAD, behind=b"a body")
+        streams.trail(odd, *trailers)
+        streams.settle()
+        assert streams.reset_codes == {odd: ErrorCodes.PROTOCOL_ERROR}
+        until(lambda: server.app.disconnects == 1, "its app to hear of it")
+        assert is_answered(server, streams, asked)
+
+
+def test_trailers_that_do_not_end_their_request_end_no_other(server: Server) -> None:
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = waiting(server, streams)
+        odd = streams.begin(*HEAD)
+        client.send(HeadersFrame(odd, b"\x00\x01x\x011", flags=["END_HEADERS"]).serialize())
+        streams.settle()
+        assert streams.reset_codes == {odd: ErrorCodes.PROTOCOL_ERROR}
+        assert is_answered(server, streams, asked)
+
+
+@pytest.mark.parametrize("of_trailers", [False, True])
+def test_a_header_block_that_cannot_be_read_ends_the_connection(server: Server, of_trailers: bool) -> None:
+    """No later one could be read (RFC 9113 §4.3)."""
+    with server.client() as client:
+        streams = Streams(client.socket)
+        asked = streams.begin(*HEAD)
+        streams.settle()
+        block = HeadersFrame(asked if of_trailers else asked + 2, b"\xff\xff\xff", flags=["END_HEADERS", "END_STREAM"])
+        client.send(block.serialize())
+        while streams.ended_by is None:
+            streams.read()
+        assert streams.ended_by == ErrorCodes.COMPRESSION_ERROR
 
 
 def test_a_path_may_be_sent_as_it_is_read(server: Server) -> None:

@@ -14,9 +14,10 @@ import pytest
 
 from tests.harness import COMMAND, clean_environment, poll
 from tests.supervisor.conftest import Service, Start
+from topics import __version__
 from topics.core.clock import SystemClock
 from topics.shm import shm_names
-from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
+from topics.shm.control import HEARTBEAT_STALE_MS, VERSION, ControlPage, ProcessState, Role
 from topics.storage.lock import DataDirLock
 from topics.supervisor.status import ArchiverStatus, PromotionStatus, Status, StatusReader, render
 from topics.terminal import coloured
@@ -179,11 +180,16 @@ def test_the_worst_that_is_true_is_the_state_of_all(
     assert StatusReader(str(tmp_path), SystemClock()).read().state == overall
 
 
-def test_a_page_of_another_version_cannot_be_read(page: ControlPage, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("verb", "code"), [("status", 4), ("reload", 1), ("promote", 1)])
+def test_a_service_of_another_release_is_told_from_this_one(
+    page: ControlPage, tmp_path: Path, verb: str, code: int
+) -> None:
     page.header.set("version", 99)
-    answer = command("status", data_dir=tmp_path)
-    assert answer.returncode == 4
-    assert "made by another version of topics" in answer.stderr
+    answer = command(verb, data_dir=tmp_path)
+    assert answer.returncode == code
+    assert f"its shared memory has version 99, topics {__version__} knows {VERSION}" in answer.stderr
+    assert "use its commands, or restart it" in answer.stderr
+    assert answer.stderr.count("\n") == 1
 
 
 def test_a_page_that_is_being_made_is_a_start(page: ControlPage, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
@@ -17,7 +18,7 @@ from topics.core.errors import TopicsError
 from topics.core.idempotency import ProducerTurn, producer_key
 from topics.shm.asks import Message
 from topics.shm.queue_messages import Ack, Claim, Peek, WorkOpen
-from topics.shm.topic_messages import Checkpoint, PutTopic
+from topics.shm.topic_messages import Checkpoint, PutTopic, Trim
 from topics.storage.layout import group_dir
 from topics.storage.wal import ROOM_STEP_BYTES
 
@@ -101,6 +102,61 @@ def test_a_longer_ttl_waits_until_what_has_expired_can_be_logged(rig: Rig, fs: F
         end()
         view = rig.view("t")
         assert (view.earliest_seq, view.evict_floor, stored(rig)) == (3, 3, [b"3"])
+
+
+def test_a_background_sync_that_fails_again_and_again_is_told_once(rig: Rig, fs: FaultyFileSystem) -> None:
+    with capture_logs() as lines:
+        for _ in range(5):
+            rig.append("t", b"1")
+            fs.arm(Fault(1, errno.EIO, calls=frozenset({"fdatasync"})))
+            rig.clock.ms += 1000
+            rig.shard.sync_in_background()
+            rig.shard.sync_in_background()
+        assert fs.struck > 2
+        fs.arm(None)
+        rig.append("t", b"1")
+        rig.clock.ms += 1000
+        rig.shard.sync_in_background()
+        rig.shard.sync_in_background()
+    told = [line["event"] for line in lines if "background sync failed" in line.values()]
+    assert told == ["background sync failed", "a failure is over"]
+
+
+def test_log_files_that_cannot_be_removed_are_told_once(rig: Rig, fs: FaultyFileSystem) -> None:
+    def trim() -> None:
+        rig.call(Trim(2))
+        rig.shard.sync_in_background()
+
+    for _ in range(14):
+        rig.append("t", b"1" * 200_000, config=TopicConfig(cap_records=1))
+    with capture_logs() as lines:
+        fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"unlink"})))
+        for _ in range(3):
+            trim()
+        assert fs.struck == 3
+        fs.arm(None)
+        trim()
+    told = [line["event"] for line in lines if "log files cannot be removed" in line.values()]
+    assert told == ["log files cannot be removed", "a failure is over"]
+
+
+def test_expired_records_that_a_full_disk_keeps_are_told_of_once(tmp_path: Path) -> None:
+    """A service with 100,000 topics logged as many lines."""
+    disk = FullDisk()
+    rig = Rig(str(tmp_path / "data"), disk)
+    for number in range(5):
+        rig.append(f"t{number}", b"1", config=TopicConfig(ttl_ms=100))
+    rig.clock.ms += 101
+    disk.full_dir = str(tmp_path)
+    with capture_logs() as lines:
+        for _ in range(3):
+            rig.shard.sweep()
+            while rig.shard.upkeep.busy:
+                rig.shard.serve()
+    rig.close()
+    assert [line["event"] for line in lines if "outlived" in line["event"]] == [
+        "records that have outlived ttl_ms stay: the log cannot be written"
+    ]
 
 
 def test_a_full_disk_refuses_until_there_is_room(rig: Rig, fs: FaultyFileSystem) -> None:

@@ -38,6 +38,7 @@ from topics.shm.queue_messages import (
 from topics.shm.shm_names import SHM_ROOT
 from topics.shm.topic_messages import DeleteTopic, Hello, PutTopic
 from topics.storage.layout import list_log_files, ram_group_dir
+from topics.walshard.handlers import topic_calls
 
 MINUTE_MS = 60_000
 
@@ -208,6 +209,59 @@ def test_leases_that_are_held_when_they_become_durable_outlive_a_crash(rig: Rig,
     assert rig.call(Ack("q", "w", [1, 4], [lease_nos(held)[0], lease_nos(held)[3]])).count == 2
     rig.clock.ms += 5_001
     assert claim(rig, 10).deliveries == [2]
+
+
+DURABLE = PutTopic("q", TopicConfig(type="queue", leases_durable=True), True)
+
+
+def test_many_leases_become_durable_in_turns_between_which_others_are_served(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topic_calls, "LEASES_PER_TURN", 3)
+    queue(rig, 20)
+    held = claim(rig, 10)
+    reply = rig.answer(rig.post_call(DURABLE))
+    turns = 0
+    while reply.rest is not None:
+        turns += 1
+        assert claim(rig, 1).seqs == [10 + turns], "a lease that begins meanwhile is logged as it begins"
+        rig.call(Ack("q", "w", [turns], [lease_nos(held)[turns - 1]]))
+        reply = rig.answer(rig.post_call(reply.rest))
+    assert turns >= 3
+    rig.boot()
+    assert counts(rig) == (20 - 10 - turns, 10, 0)
+    left = held.seqs[turns:]
+    assert rig.call(Ack("q", "w", left, lease_nos(held)[turns:])).count == len(left)
+
+
+def test_leases_that_could_not_be_logged_are_with_the_next_try(
+    rig: Rig, fs: FaultyFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration is the same then, and the answer says that all leases are durable."""
+    monkeypatch.setattr(topic_calls, "LEASES_PER_TURN", 2)
+    queue(rig, 6)
+    held = claim(rig, 5)
+    reply = rig.answer(rig.post_call(rig.answer(rig.post_call(DURABLE)).rest))
+    assert reply.rest is not None
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+    with pytest.raises(TopicsError):
+        rig.call(reply.rest)
+    fs.arm(None)
+    rig.call(DURABLE)
+    rig.boot()
+    assert counts(rig) == (1, 5, 0)
+    assert rig.call(Ack("q", "w", held.seqs, lease_nos(held))).count == 5
+
+
+def test_leases_that_are_not_durable_any_more_are_not_logged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topic_calls, "LEASES_PER_TURN", 2)
+    queue(rig, 6)
+    claim(rig, 5)
+    rig.answer(rig.post_call(rig.answer(rig.post_call(DURABLE)).rest))
+    for _ in range(2):
+        rig.call(PutTopic("q", TopicConfig(type="queue"), True))
+    rig.boot()
+    assert counts(rig) == (6, 0, 0)
 
 
 def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSystem) -> None:

@@ -316,6 +316,30 @@ def test_a_trimming_that_fails_again_and_again_is_logged_until_it_is_over(rig: R
     assert [line["event"] for line in told] == ["the RAM log cannot be trimmed", "a failure is over"]
 
 
+def test_files_that_cannot_be_removed_are_told_once_until_it_is_over(rig: Rig, fs: FaultyFileSystem) -> None:
+    event = "files of the RAM log cannot be removed"
+    churn(rig, 5)
+    with capture_logs() as lines:
+        fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"unlink"})))
+        churn(rig, 30)
+        assert fs.struck > 2
+        fs.arm(None)
+        churn(rig, 10)
+    assert [line["event"] for line in lines if event in line.values()] == [event, "a failure is over"]
+
+
+def test_records_that_cannot_be_read_to_be_made_durable_are_told_once(rig: Rig) -> None:
+    """A client may ask as often as it likes."""
+    rig.append("t", b"1", config=EPHEMERAL)
+    for file_no in files(rig):
+        os.unlink(layout.log_path(layout.ram_group_dir(rig.shared.ram_dir, 0), file_no))
+    with capture_logs() as lines:
+        for _ in range(3):
+            with pytest.raises(TopicsError, match="cannot be read to make them durable"):
+                rig.call(PutTopic("t", TopicConfig(), False))
+    assert [line["event"] for line in lines] == ["records of the RAM log cannot be read"]
+
+
 # -- killed at every line
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.rig import Rig
@@ -249,6 +250,21 @@ def test_a_source_keeps_what_its_routers_have_yet_to_copy(rig: Rig) -> None:
     rig.post_append("a", [b"20"])
     rig.call(DeleteRecords("a", 100, None, b""))
     assert rig.read("b") == [(at + 1, b"%d" % at) for at in range(21)]
+
+
+def test_records_that_are_too_large_for_the_dest_are_told_of_once(rig: Rig) -> None:
+    """A writer may send one large and one small record by turns."""
+    put(rig, "b", cap_bytes=1000, discard="reject")
+    route(rig, "r", "a", "b")
+    with capture_logs() as lines:
+        for _ in range(4):
+            rig.append("a", b"1" * 2000)
+            rig.append("a", b"1")
+            rig.run()
+    assert rig.cell.get("router_oversize") == 4
+    assert [line["event"] for line in lines] == [
+        "a record is larger than the dest of its router may ever hold, and left out"
+    ]
 
 
 def test_a_source_keeps_nothing_that_was_copied(rig: Rig) -> None:

@@ -27,7 +27,7 @@ EXIT_FAILED: Final = 1
 EXIT_LATER: Final = 4
 CODES: Final = """exit codes:
   0  done
-  1  the archive or the directory is damaged, incomplete, not writable, or of another service
+  1  the archive or the directory is damaged, incomplete, not writable, or of another service or release
   2  usage, or there is no archive at that place, or no such moment in it
   4  not now: the service starts, stops or recovers, or the store does not answer; nothing was lost, try again"""
 PLACE: Final = "a directory, or the URL of a bucket: s3://bucket/prefix, gs://…, az://…, file:///…"

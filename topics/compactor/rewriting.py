@@ -27,7 +27,7 @@ from topics.core.clock import Clock, doubled_ms
 from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.topic import Topic
-from topics.log import get_logger
+from topics.log import LASTING_EVERY_S, SparseLines
 from topics.shm.topic_messages import TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, opened, write_all
@@ -41,8 +41,6 @@ PIECE_BYTES: Final = 4 * 2**20
 BYTES_PER_S: Final = 32 * 2**20
 """The rate of bytes read or written by rewriting: a fraction of what a disk does for clients."""
 _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-
-log = get_logger()
 
 
 def dead_bytes(directory: str, info: SegmentInfo) -> int:
@@ -239,6 +237,9 @@ class Rewriting:
     _fetches_failed: int = 0
     """The number of failed fetches in a row."""
 
+    def __post_init__(self) -> None:
+        self._lines = SparseLines(LASTING_EVERY_S, lambda: self._clock.monotonic_ms() / 1000)
+
     def consider(self, shard_copy: ShardCopy, topic_id: int, first_seq: int) -> None:
         """Queue a segment in which records were deleted."""
         if self._dead_ratio or self.loan is not None:
@@ -303,7 +304,7 @@ class Rewriting:
                 return False
             self._rewrite(shard_copy, topic, info, None)
         except (CorruptSegment, CorruptPostings, FileNotFoundError) as error:
-            log.error("a damaged segment is not rewritten", reason=str(error))
+            self._lines.error("a damaged segment is not rewritten", reason=str(error))
             self._pause(info.data_bytes)
             return False
         except (OSError, Refused):
@@ -350,7 +351,7 @@ class Rewriting:
                 self.loan.came_home(info)
         except (CorruptSegment, CorruptPostings, EOFError) as error:
             self._fetches_failed = 0  # the cold directory works
-            log.error("a damaged segment is not rewritten", reason=str(error))
+            self._lines.error("a damaged segment is not rewritten", reason=str(error))
             return False
         except (OSError, Refused):
             pause_ms = doubled_ms(RETRY_MS, self._fetches_failed, RETRY_MAX_MS)

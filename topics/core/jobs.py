@@ -70,6 +70,8 @@ class QueueJobs:
         self._holders: dict[Holder, set[int]] = {}
         self._freed: dict[Holder, None] = {}
         """Holders that have fewer jobs than at the last `take_freed`."""
+        self.unlogged: list[int] = []
+        """Jobs whose leases the log has yet to get, as they were held before `leases_durable` was switched on."""
         self._started = False
         self._fresh_seq = 1
         self._next_lease_no = 0

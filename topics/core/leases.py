@@ -73,6 +73,16 @@ class Leases(QueueJobs):
         for job in self._jobs.values():
             job.deliveries = 0
 
+    def begin_logging(self, is_durable: bool) -> None:
+        """Note that the log has to get all leases that are held, or none (`leases_durable`)."""
+        self.unlogged = [seq for seq, job in self._jobs.items() if is_durable and job.deliveries]
+
+    def take_unlogged(self, most: int) -> list[int]:
+        """Take jobs from `unlogged`, and return those whose leases have not ended meanwhile."""
+        seqs = self.unlogged[-most:]
+        del self.unlogged[-most:]
+        return [seq for seq in seqs if (job := self._jobs.get(seq)) is not None and job.deliveries]
+
     def start(self, now: Now, next_lease_no: int, keep_leases: bool) -> None:
         """Start the queue once the log has been read. Forget jobs without a live record, and all leases unless
         `keep_leases`. The caller draws `next_lease_no` at random, so an old lease id does not match after a restart.

@@ -170,6 +170,8 @@ class Topic:
             self.had_ram_records |= self.config.durability == "ephemeral"
             # All records are on the disk now. A ceiling of the durable log does not cover records in RAM.
             self.ceilings = Ceilings(0 if config.durability == "ephemeral" else self.head_seq)
+        if self.queue is not None and config.leases_durable != self.config.leases_durable:
+            self.queue.begin_logging(config.leases_durable)
         self.config = config
         self.evict_over_cap()
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
+from topics import __version__
 from topics.core.config import CLASSES
 from topics.core.errors import TopicsError
 from topics.core.scheduler import BANDS
@@ -287,13 +288,14 @@ class ControlPage:
 
     @classmethod
     def attach(cls, name: str) -> ControlPage:
-        """Map the page of a running service. FileNotFoundError (no page yet) or ValueError (another version)."""
+        """Map the page of a running service. FileNotFoundError: there is none yet; OSError: one of another release."""
         shared = SharedObject.attach(name)
         header = Cell(shared.words[:CELL_WORDS], HEADER_FIELDS)
         if not header.get("magic"):
             raise FileNotFoundError(f"shared memory {name} is not ready yet")
-        if header.get("magic") != MAGIC or header.get("version") != VERSION:
-            raise ValueError(f"shared memory {name} was made by another version of topics")
+        if header.get("magic") != MAGIC or (version := header.get("version")) != VERSION:
+            versions = f"its shared memory has version {version}, topics {__version__} knows {VERSION}"
+            raise OSError(f"the service is of another release ({versions}): use its commands, or restart it")
         return cls(shared, header.get("shards"), header.get("frontends"), header.get("archivers"))
 
     def cell(self, role: Role, index: int) -> ProcessCell:

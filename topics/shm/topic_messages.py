@@ -23,7 +23,7 @@ SESSION_TTL_MS: Final = 300_000
 
 
 class PutTopicReply(Message, frozen=True):
-    """The topic now. Send a `rest` as the next request, until there is none: a change of class takes several turns."""
+    """The topic now. Send a `rest` as the next request, until there is none: some changes take several turns."""
 
     created: bool
     config: TopicConfig

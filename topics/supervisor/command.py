@@ -55,7 +55,7 @@ _STATUS_CODES = """exit codes:
   1  starting, recovering, degraded, draining or taken over
   2  bad settings or usage
   3  not running
-  4  cannot be known (no access, or a service of another version)"""
+  4  cannot be known (no access, or a service of another release)"""
 _RELOAD_CODES = """exit codes:
   0  every frontend uses the keys as they are now
   1  the former keys stay (the service's log says why), it took too long, or the service belongs to another user
@@ -128,15 +128,16 @@ def _check(settings: Settings, options: argparse.Namespace) -> int:
 
 def _status(settings: Settings, options: argparse.Namespace) -> int:
     reader = StatusReader(settings.data_dir, SystemClock())
-    if options.watch:
-        return _watch(reader, options)
     try:
+        if options.watch:
+            return _watch(reader, options)
         status = reader.read()
         if status.processes:
             time.sleep(RATE_SAMPLE_S)
             status = reader.read()
-    except (OSError, ValueError) as error:
-        return _status_unknown(error)
+    except OSError as error:
+        print(f"topics-supervisor: status cannot be read: {said(error)}", file=sys.stderr)
+        return EXIT_UNKNOWN
     _print_status(status, options)
     return {"running": 0, "stopped": EXIT_NOT_RUNNING}.get(status.state, EXIT_DEGRADED)
 
@@ -145,18 +146,9 @@ def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
     """Print the status every second until a signal comes, which never interrupts a line."""
     with Signals() as signals:
         while True:
-            try:
-                status = reader.read()
-            except (OSError, ValueError) as error:
-                return _status_unknown(error)
-            _print_status(status, options)
+            _print_status(reader.read(), options)
             if (number := signals.wait(WATCH_INTERVAL_MS)) is not None:
                 return 128 + number
-
-
-def _status_unknown(error: Exception) -> int:
-    print(f"topics-supervisor: status cannot be read: {said(error)}", file=sys.stderr)
-    return EXIT_UNKNOWN
 
 
 def _print_status(status: Status, options: argparse.Namespace) -> None:
@@ -173,7 +165,7 @@ def _reload(settings: Settings, options: argparse.Namespace) -> int:
         pid = reload(settings.data_dir, RELOAD_TIMEOUT_MS)
     except ReloadRefused:
         reason = "the new keys cannot be used, the former ones stay; the service's log says what is wrong"
-    except (OSError, ValueError) as error:
+    except OSError as error:
         reason = said(error)
     else:
         print("not running" if pid is None else f"process {pid} has reloaded its keys")
@@ -200,7 +192,7 @@ def _promote(settings: Settings, options: argparse.Namespace) -> int:
         done = work(settings.data_dir, options.timeout_ms)
     except NotFollowingError:
         problem, code = "the service follows no other one: it leads", EXIT_LEADS
-    except (OSError, ValueError) as error:
+    except OSError as error:
         problem, code = said(error), EXIT_DEGRADED
     else:
         if done is None:
@@ -238,8 +230,8 @@ def reload(data_dir: str, timeout_ms: int) -> int | None:
     """Send SIGHUP to the data directory's service, or its next life, and wait until every frontend uses the new keys.
 
     Return the service's pid, None when nothing ran. Raise ReloadRefused; TimeoutError when a frontend still uses the
-    former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError or ValueError when
-    its control page cannot be read.
+    former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError when its control
+    page cannot be read.
     """
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         reader = StatusReader(data_dir, SystemClock())

@@ -180,7 +180,7 @@ def keep_ends(fs: FileSystem, data_dir: str, identity: str) -> None:
     """Note on the disk how far the logs of a killed service went; its control page knows, and is removed soon."""
     try:
         page = ControlPage.attach(shm_names.shm_name(identity, "control"))
-    except (OSError, ValueError):
+    except OSError:
         return
     if page.follows:
         return  # the shards of a follower commit nothing to this directory

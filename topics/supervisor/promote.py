@@ -54,7 +54,7 @@ class Withdrawn(msgspec.Struct, frozen=True):
 
 def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     """Have the service of a data directory take over, and wait until it leads and is ready. None when nothing runs.
-    Raise NotFollowingError, TimeoutError, OSError or ValueError when it belongs to somebody else or cannot be read.
+    Raise NotFollowingError; OSError when it belongs to somebody else or cannot be read, TimeoutError.
     """
     if _pid(data_dir) is None:
         return None

@@ -180,7 +180,7 @@ class StatusReader:
         self._requests: dict[int, tuple[int, int]] = {}
 
     def read(self) -> Status:
-        """Return the status now. OSError or ValueError when it cannot be read (no access, another version)."""
+        """Return the status now. OSError when it cannot be read (no access, another release)."""
         pid = holder_pid(self._data_dir)
         if pid is None:
             return Status(state="stopped", data_dir=self._data_dir)

@@ -37,10 +37,7 @@ _PIECES: Final = (DataFrame.type, ContinuationFrame.type)
 """Kinds of frames of which FRAMES_PER_TURN make a turn. A frame of another kind takes the time of several."""
 RESET_COST: Final = 8
 """A reset costs more than other frames, because it undoes a request without an answer, whichever side resets."""
-_COSTS: Final = {
-    HeadersFrame.type: 0,
-    RstStreamFrame.type: RESET_COST,
-}  # a head is a request; `http2_buffer` counts others
+_COSTS: Final = {HeadersFrame.type: 0, RstStreamFrame.type: RESET_COST}  # `http2_buffer` counts others
 _SETTINGS_BYTES: Final = 64  # settings that count as one frame more
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
 _HEAD_BYTES: Final = 9

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import InvalidBodyLengthError, ProtocolError, StreamClosedError, StreamIDTooLowError
-from hpack import Decoder
+from hpack import Decoder, HPACKError, OversizedHeaderListError
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
@@ -40,8 +40,16 @@ _DataEvent = Body | Data
 _Taken = tuple[list[Frame], list[Event]]
 _Checked = HeadersFrame | DataFrame | WindowUpdateFrame
 _UNWANTED_MAX_BYTES: Final = 1 << 20
+_MALFORMED: Final = (ProtocolError, InvalidBodyLengthError)
+"""Exactly these types are h2's errors about one request. Those about the connection have types of their own."""
 _WINDOW_BYTES: Final = 65_535  # of each stream, and of a connection that has not enlarged it (RFC 9113 §6.9.2)
 _percent_encoded = partial(re.compile(rb"[\x80-\xff]").sub, lambda byte: b"%%%02X" % ord(byte[0]))
+
+
+class _UnreadableBlockError(ProtocolError):
+    """A header block that HPACK cannot read, after which it can read no other of the connection."""
+
+    error_code = ErrorCodes.COMPRESSION_ERROR
 
 
 class BoundedBuffer(StreamBuffer):
@@ -185,7 +193,7 @@ class BoundedStream(HTTPStream):
 
 
 class BoundedProtocol(H2Protocol):
-    """Hypercorn's HTTP/2, with ten differences.
+    """Hypercorn's HTTP/2, with eleven differences.
 
     - A stream that the client resets frees its waiting bytes and its sender: a client may reset any number of streams.
     - The task that reads the connection never waits for a window, because that comes over the same connection. Nor does
@@ -195,9 +203,9 @@ class BoundedProtocol(H2Protocol):
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
     - A GOAWAY without an error, of either side, ends no answer that is due: h2 would send nothing any more.
     - The rest of a body behind its answer is dropped, where Hypercorn raises KeyError.
-    - A request whose method or path cannot be read ends no other. The client may repeat one that comes during a drain.
-    - Nor does one end another whose body is not as long as its `content-length` says (RFC 9113 §8.1.1). That of a
-      WebSocket says nothing about its frames.
+    - A malformed request ends no other (RFC 9113 §8.1.1): its head or trailers are none, or its body is not as long as
+      its `content-length` says. That of a WebSocket says nothing about its frames.
+    - The client may repeat a request that comes during a drain.
     - Priorities are ignored (RFC 9113 §5.3): streams without a request would fill their tree.
     """
 
@@ -337,9 +345,9 @@ class BoundedProtocol(H2Protocol):
                 self.give_back(event.stream_id, free_bytes)  # h2 opens a window of 0 only here, if it owes any
                 if self._unwanted_bytes > _UNWANTED_MAX_BYTES and stream is self:  # asks it to stop (RFC 9113 §8.1)
                     self._tell(self.connection.reset_stream, event.stream_id, ErrorCodes.NO_ERROR)
-            elif not isinstance(event, PriorityUpdated) and (
-                not isinstance(event, RequestReceived) or self._begins(event)
-            ):
+            elif isinstance(event, RequestReceived) and self.context.terminated.is_set():
+                self._tell(self.connection.reset_stream, event.stream_id, ErrorCodes.REFUSED_STREAM)
+            elif not isinstance(event, PriorityUpdated):
                 await super()._handle_events([event])
         # Also without frames: those of `_tell` are on their way, and the reader waits for a client that does not read.
         await self.send(RawData(data=self.connection.data_to_send()))
@@ -348,14 +356,21 @@ class BoundedProtocol(H2Protocol):
 
     def _decode_counted(self, block: bytes, *, raw: bool) -> list[Any]:
         """Decode a header block, and count its fields: also those of a request that does not begin, and of trailers."""
-        fields = cast(list[Any], Decoder.decode(self.connection.decoder, block, raw=raw))
+        try:
+            fields = cast(list[Any], Decoder.decode(self.connection.decoder, block, raw=raw))
+        except OversizedHeaderListError:
+            raise
+        except HPACKError as error:
+            raise _UnreadableBlockError(f"a header block cannot be read: {error}") from error
         if len(fields) > FIELDS_FREE:
             self._budget.spend(len(fields) - FIELDS_FREE)
+        if b":status" in dict(fields):  # malformed, but of a status 1xx h2 would say so too early for a reset
+            return [(b":status", b"")]
         return fields
 
     def _take_checked(self, take: Callable[[Any], _Taken], frame: _Checked) -> _Taken:
-        """Let h2 take a frame, and count what h2 answers with a reset. If a body has another length than was stated,
-        reset its stream, where h2 ends the connection, or looks at no length because the last frame is no piece of it.
+        """Let h2 take a frame, and count what h2 answers with a reset. If the request is malformed, reset its stream,
+        where h2 ends the connection, or looks at no length of a body because the last frame is no piece of it.
         """
         streams, stream_id = self.connection.streams, frame.stream_id
         known = streams.get(stream_id)
@@ -363,13 +378,16 @@ class BoundedProtocol(H2Protocol):
         try:
             resets, events = taken = take(frame)
             if resets:
-                # The first one undoes a request. What was begun before that may come yet, and end once.
+                # The first one undoes a request. What was begun before that may come yet, and end once. Pieces of its
+                # body are free: they cost no more than those that are wanted (docs/limits.md has figures).
                 self._budget.spend(RESET_COST if events else int("END_STREAM" in frame.flags))
                 return taken
             stream = streams.get(stream_id)
-            if known is None and stream is not None and stream._expected_content_length is not None:
-                fields = cast(RequestReceived, events[0]).headers
-                if (b":method", b"CONNECT") in fields:  # what follows is no body (RFC 9110 §9.3.6)
+            if known is None and stream is not None:
+                fields = cast("dict[bytes, bytes]", dict(cast(RequestReceived, events[0]).headers))
+                if b":path" not in fields or not fields[b":method"].isascii():
+                    raise ProtocolError("a request for a proxy, or a method that is none")
+                if fields[b":method"] == b"CONNECT":  # what follows is no body (RFC 9110 §9.3.6)
                     stream._expected_content_length = None
             if isinstance(frame, HeadersFrame) and "END_STREAM" in frame.flags:
                 assert stream is not None
@@ -379,7 +397,9 @@ class BoundedProtocol(H2Protocol):
         except (StreamClosedError, StreamIDTooLowError):  # a head or trailers for a stream that is over
             self._budget.spend(RESET_COST)
             raise
-        except InvalidBodyLengthError:
+        except ProtocolError as error:
+            if type(error) not in _MALFORMED or stream_id not in streams:
+                raise
             self._budget.spend(RESET_COST)
             self._tell(self.connection.reset_stream, stream_id, ErrorCodes.PROTOCOL_ERROR)
             if isinstance(frame, DataFrame):
@@ -387,15 +407,3 @@ class BoundedProtocol(H2Protocol):
             reset = StreamReset(stream_id=stream_id, error_code=ErrorCodes.PROTOCOL_ERROR, remote_reset=False)
             return [], [reset]
         return taken
-
-    def _begins(self, request: RequestReceived) -> bool:
-        """Return True if a request is begun; else reset it."""
-        fields = cast("dict[bytes, bytes]", dict(request.headers))
-        is_draining = self.context.terminated.is_set()
-        if b":path" not in fields or is_draining or not fields[b":method"].isascii():
-            if not is_draining:
-                self._budget.spend()  # it takes no place among the open streams
-            code = ErrorCodes.REFUSED_STREAM if is_draining else ErrorCodes.PROTOCOL_ERROR
-            self._tell(self.connection.reset_stream, request.stream_id, code)
-            return False
-        return True

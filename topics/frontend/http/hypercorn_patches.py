@@ -54,6 +54,8 @@ RELIED_ON: Final = (
     Reliance(H2Connection.receive_data, "4470c8fafce8", "takes frames from `incoming_buffer` until that has no more"),
     Reliance(H2Connection.__init__, "e5c93da64d0e", "its decoder obeys DEFAULT_MAX_HEADER_LIST_SIZE alone"),
     Reliance(H2Connection._receive_frame, "39b2e16b4fd7", "hands a frame to whom `_frame_dispatch_table` names"),
+    Reliance(H2Connection._receive_headers_frame, "4a014e7d795a", "behind the decoding, plain errors are of a request"),
+    Reliance(H2Stream.receive_headers, "6bb0626547eb", "likewise: its stream exists by then, and can be reset"),
     Reliance(H2Stream._initialize_content_length, "268409356c43", "believes that trailers state it"),
     Reliance(H2Stream._track_content_length, "a4580a2f3c85", "called for pieces of bodies alone"),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from typing import Final, NamedTuple
@@ -18,7 +17,7 @@ from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.notices import JobListener
-from topics.log import get_logger
+from topics.log import LASTING_EVERY_S, SparseLines
 from topics.shm.queue_messages import Claim, Dealt, Release, Unclaim, Waiting, WorkClose
 
 
@@ -195,28 +194,20 @@ def _unreadable(name: str, seq: int) -> TopicsError:
 
 ASIDE_MS: Final = 30_000
 """The time that a job waits before it is tried again."""
-_LOGGED_MAX: Final = 10_000
-
-log = get_logger()
 
 
 class UnreadableJobs:
     """Jobs whose records cannot be read now: a corrupt segment, a cold directory that does not answer (api §9). Such a
-    job is put aside for ASIDE_MS, which counts as no delivery, and logged once; the oldest are forgotten first.
+    job is put aside for ASIDE_MS, which counts as no delivery, and logged.
     """
 
     def __init__(self) -> None:
-        self._logged: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._lines = SparseLines(LASTING_EVERY_S, asyncio.get_running_loop().time)
 
     def is_unreadable(self, name: str, seq: int, error: TopicsError) -> bool:
         """Tell whether `error` means that this job cannot be read, and log that. False: the job is not the cause."""
         if error.code != "storage_unavailable":
             return False
-        if (name, seq) not in self._logged:
-            self._logged[name, seq] = None
-            if len(self._logged) > _LOGGED_MAX:
-                self._logged.popitem(last=False)
-            log.error(
-                "a job cannot be read and is put aside", topic=name, seq=seq, retry_ms=ASIDE_MS, reason=error.message
-            )
+        where = {"topic": name, "seq": seq}
+        self._lines.error("a job cannot be read and is put aside", **where, retry_ms=ASIDE_MS, reason=error.message)
         return True

@@ -20,7 +20,7 @@ from typing import Any, Final
 from topics.core.errors import TopicsError, storage_unavailable
 from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
-from topics.log import get_logger
+from topics.log import LASTING_EVERY_S, SparseLines, get_logger
 from topics.shm.append_messages import AppendReply
 from topics.shm.topic_messages import (
     StagePublish,
@@ -178,6 +178,7 @@ class TxnCoordinator:
         self.stages = stages
         self._tasks: set[asyncio.Task[None]] = set()
         self._finishing: set[tuple[str, int]] = set()
+        self._failures = SparseLines(LASTING_EVERY_S, asyncio.get_running_loop().time)
 
     def start(self, janitor: bool) -> None:
         """Finish the batches that a crash left unfinished. The `janitor` also removes expired stages."""
@@ -296,16 +297,14 @@ class TxnCoordinator:
 
     async def _finish(self, sink: str, batch: int, stages: StageList) -> None:
         pause_s = RETRY_S / 2
-        logged: set[str] = set()
         try:
             while True:
                 try:
                     await self._carry_out(sink, batch, stages)
                 except (TopicsError, OSError) as error:
                     code = error.code if isinstance(error, TopicsError) else "storage_unavailable"
-                    if code not in logged:
-                        logged.add(code)
-                        log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=str(error))
+                    where = {"sink": sink, "batch": batch}
+                    self._failures.warning("a decided batch is not published yet", **where, reason=str(error))
                     # A shard that restarts is back soon, so the pause stays short.
                     pause_s = RETRY_S if code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
                     await asyncio.sleep(pause_s)

@@ -33,7 +33,6 @@ from typing import Final, NamedTuple
 from topics.core.control_bodies import RamStateFrameBody, encode_body
 from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
-from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.frame import Bytes, FrameType
@@ -45,8 +44,6 @@ from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import FrameTags
 
-log = get_logger()
-
 LIVE_SHARE: Final = 16
 """The log is trimmed again after 1/LIVE_SHARE of the live bytes was written."""
 DEAD_FILES_MAX: Final = 4
@@ -55,6 +52,8 @@ TOPICS_PER_STEP: Final = 2048
 RELIEF_BYTES_MIN: Final = 64 * 1024
 """Dead bytes from which on a full /dev/shm is relieved; 1/LIVE_SHARE of the live bytes if that is more."""
 _NOT_TRIMMED: Final = "the RAM log cannot be trimmed"
+_RAM_NOT_REMOVED: Final = "files of the RAM log cannot be removed"
+_NOT_REMOVED: Final = "log files cannot be removed"
 _CHUNK_ENTRIES: Final = 1 << 16
 _FEW_ENTRIES: Final = 1 << 10
 
@@ -172,8 +171,9 @@ class RamTrim:
         self._tags.forget_below(file_no, in_ram=True)
         try:
             wal.drop_files_below(file_no)
+            self._logs.lasting.over(_RAM_NOT_REMOVED)
         except OSError as error:
-            log.warning("files of the RAM log cannot be removed", error=str(error))
+            self._logs.lasting.failed(_RAM_NOT_REMOVED, error)
         self._written_before = wal.bytes_written
         self._repeated_total += self._repeated_bytes
         self._next_after_bytes = max(self._file_bytes, self._repeated_bytes, self._live_bytes() // LIVE_SHARE)
@@ -301,12 +301,13 @@ class LogTrim:
         self._tags.forget_below(self._file_no, in_ram=False)
         try:
             self._logs.wal.drop_files_below(self._file_no)
+            self._logs.lasting.over(_NOT_REMOVED)
         except OSError as error:
             self._give_up(str(error))
 
     def _give_up(self, reason: str) -> None:
         """Stop until the next request."""
-        log.error("log files cannot be removed", below=self._file_no, reason=reason)
+        self._logs.lasting.failed(_NOT_REMOVED, f"below {self._file_no}: {reason}")
         self._unchecked = None
         self._file_no = 0
 

@@ -20,7 +20,7 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError, storage_unavailable
-from topics.log import LastingFailures, SparseLines, get_logger
+from topics.log import LastingFailures, SparseLines
 from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
@@ -31,8 +31,6 @@ from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.hosted.hosted import Hosted
 
-log = get_logger()
-
 LOG_EVERY_S: Final = 1.0
 SYNC_INTERVAL_MS: Final = 1_000
 UNSYNCED_BYTES: Final = 8 * 1024 * 1024
@@ -40,6 +38,7 @@ UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
 """Unsynced bytes from which on the shard waits for the disk, so that a power loss takes a bounded tail."""
 MOVED_MAX: Final = 256
 """Topics that one `poll` returns at most. Requests wait while they are published, which takes 3 ms."""
+_NOT_SYNCED: Final = "background sync failed"
 _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
 """Counters of the durable log's writer. In the cell they go on over the lives of the shard."""
 
@@ -135,7 +134,7 @@ class Logs:
     def sync_failed(self, file_no: int, error: OSError) -> None:
         """Save what a failed background sync should have covered in a new file, or make the log read-only."""
         self._relocate(self.wal.sync_failed(file_no, error))
-        log.error("background sync failed", error=str(error), read_only=self.wal.read_only)
+        self.lasting.failed(_NOT_SYNCED, error, read_only=self.wal.read_only)
         self.count()
 
     def sync(self) -> bool:
@@ -349,6 +348,7 @@ class BackgroundSync:
             self._unsynced.update({hosted.topic.id: hosted for hosted, _ in covered})
             self._logs.sync_failed(file_no, error)
             return
+        self._logs.lasting.over(_NOT_SYNCED)
         self._logs.wal.note_synced(future.result())
         self._logs.count()
         for hosted, head_seq in covered:

@@ -14,7 +14,7 @@ from topics.core.errors import storage_unavailable, topic_not_found
 from topics.core.floors import Deletion, EvictReason
 from topics.core.pending import done_jobs_to_drop
 from topics.core.tags import Match
-from topics.log import LASTING_EVERY_S, SparseLines, get_logger
+from topics.log import LASTING_EVERY_S, SparseLines
 from topics.shm.asks import Done
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, Expire
 from topics.storage.frame import FrameType
@@ -27,8 +27,7 @@ from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import TagSearch
 from topics.walshard.step_clock import StepClock
 
-log = get_logger()
-
+_EXPIRED_STAY: Final = "records that have outlived ttl_ms stay: the log cannot be written"
 BY_TAG_MAX: Final = 64
 """Topics at most that have a tag index, which idle turns keep up to date."""
 SWEEP_STEP: Final = 1024
@@ -46,15 +45,11 @@ class Deletes:
         self._catalog = catalog
         self._tags = tags
         self._time = time
-        self._unreadable = SparseLines(LASTING_EVERY_S, lambda: time.now.mono_ms / 1000)
+        self._failures = SparseLines(LASTING_EVERY_S, lambda: time.now.mono_ms / 1000)
         self._by_tag: OrderedDict[int, None] = OrderedDict()
         """Ids of the topics with the latest deletes by tag, the latest last. Only these have `Topic.tags`."""
         self._unswept: Iterator[Hosted] | None = None
         """Topics that this sweep has yet to look at; None between two sweeps."""
-        self._kept: set[int] = set()
-        """Ids of topics whose expiry the log refused in the last sweep. The refusal of each is reported once."""
-        self._keeping: set[int] = set()
-        """Ids of topics whose expiry the log has refused so far in this sweep."""
 
     def expire_one(self, call: Expire, _frontend: int) -> Steps[Done]:
         """Move the floors of a topic over its expired records."""
@@ -103,7 +98,7 @@ class Deletes:
         """
         self._tags.drop_unused()
         if self._unswept is None:
-            self._unswept, self._keeping = iter(list(self._catalog)), set()
+            self._unswept = iter(list(self._catalog))
         yield from self.sweep_some()
 
     @property
@@ -117,7 +112,7 @@ class Deletes:
         while self._unswept is not None and cost < SWEEP_STEP:
             hosted = next(self._unswept, None)
             if hosted is None:
-                self._unswept, self._kept = None, self._keeping
+                self._unswept = None
                 return
             topic = hosted.topic
             cost += 1
@@ -127,10 +122,8 @@ class Deletes:
                 earliest_seq = topic.earliest_seq
                 has_expired = yield from self.expire(hosted)
                 cost += SWEPT_COST if topic.earliest_seq == earliest_seq and has_expired else EXPIRED_COST
-                if not has_expired:
-                    self._keeping.add(topic.id)
-                    if topic.id not in self._kept:
-                        log.error("records that have outlived ttl_ms stay: the log cannot be written", topic=topic.name)
+                if not has_expired:  # of any topic: a full disk keeps those of all
+                    self._failures.error(_EXPIRED_STAY, one_topic=topic.name)
             self._catalog.shrink_ring(hosted)
 
     def delete(self, call: DeleteRecords, _frontend: int) -> Steps[DeleteRecordsReply]:
@@ -146,7 +139,7 @@ class Deletes:
         try:
             deletion, rest = self._plan(hosted, call, last_seq)
         except (OSError, CorruptSegment, CorruptPostings) as error:
-            self._unreadable.error("a delete could not find its records", topic=call.name, reason=str(error))
+            self._failures.error("a delete could not find its records", topic=call.name, reason=str(error))
             raise storage_unavailable(
                 f"the records of topic {call.name!r} cannot be read to delete them; see the service's log",
                 topic=call.name,

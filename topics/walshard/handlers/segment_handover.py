@@ -15,7 +15,6 @@ from topics.core.errors import storage_unavailable
 from topics.core.floors import Floors
 from topics.core.segment_list import SegmentList
 from topics.core.seq_set import seqs_of
-from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.asks import Done
 from topics.shm.topic_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint, Trim
@@ -30,8 +29,6 @@ from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.step_clock import StepClock
-
-log = get_logger()
 
 _REFUSED: Final = (ValueError, ArenaFullError, OSError, CorruptSegment)
 
@@ -65,7 +62,7 @@ class SegmentHandover:
                     raise ValueError("the topic is in this checkpoint twice")
                 mark = self._mark(checkpoint, hosted)
             except _REFUSED as error:
-                log.error("a checkpoint was refused", topic=hosted.topic.name, reason=str(error))
+                self._logs.lasting.error("a checkpoint was refused", topic=hosted.topic.name, reason=str(error))
                 refused.append(checkpoint.topic_id)
                 continue
             if mark is not None:

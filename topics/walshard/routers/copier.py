@@ -25,7 +25,7 @@ from topics.core.location import (
     LOW_WORD,
     file_flags_of,
 )
-from topics.log import get_logger
+from topics.log import LASTING_EVERY_S, SparseLines
 from topics.shm.arena import TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
@@ -36,7 +36,7 @@ from topics.walshard.routers.feeds import Feed, Hindrance
 from topics.walshard.routers.originals import Originals, SourceLocations
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, pass_unchanged
 
-log = get_logger()
+_SOURCE_LOST: Final = "a router's source lost records before they were copied"
 
 WAIT_FIRST_MS: Final = 10
 WAIT_LONGEST_MS: Final = 1_000
@@ -68,6 +68,9 @@ class Copier:
     _cell: ProcessCell
     _clock: Clock
 
+    def __post_init__(self) -> None:
+        self._lines = SparseLines(LASTING_EVERY_S, lambda: self._clock.monotonic_ms() / 1000)
+
     def next_write(self, feed: Feed, sight: TopicView) -> CopyWrite | None:
         """Return the next write into the dest. None when the feed is at the head of its source, or must wait:
         `feed.retry_ms` says until when, `feed.hindrance` why. `sight` is the source.
@@ -75,7 +78,7 @@ class Copier:
         feed.source_head_seq = sight.head_seq
         feed.repeats_to_seq = min(feed.repeats_to_seq, sight.head_seq)
         if feed.source_seq > sight.head_seq:
-            log.warning("the source of a router has lost records that were copied", topic=feed.topic.name)
+            self._lines.warning("the source of a router has lost records that were copied", topic=feed.topic.name)
             return self._cursor(feed, sight.head_seq)
         if feed.source_seq == sight.head_seq:
             feed.failures = 0
@@ -98,7 +101,7 @@ class Copier:
         waiting = max(feed.uncopied, int(feed.full))
         if not waiting:
             return None
-        log.warning("a router's source ended before it was copied", topic=feed.topic.name, records=waiting)
+        self._lines.warning("a router's source ended before it was copied", topic=feed.topic.name, records=waiting)
         last_seq = max(feed.source_seq, feed.source_head_seq)
         return self._gap(feed, last_seq, waiting, EvictReason.SOURCE_TRIM, full=False)
 
@@ -127,12 +130,10 @@ class Copier:
             self.wait(feed, _unless_full(feed, Hindrance.SOURCE))
             return None
         except (OSError, ValueError) as error:
-            if feed.unreadable != (reason := str(error)):  # logged once, however often the feed tries
-                feed.unreadable = reason
-                log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=reason)
+            where = {"topic": feed.topic.name, "source": feed.source}
+            self._lines.error("a router cannot read its source", **where, reason=str(error))
             self.wait(feed, _unless_full(feed, Hindrance.LASTING))
             return None
-        feed.unreadable = ""
         feed.no_room_for = page.source_seq, *page.no_room_for
         if not len(page):
             return self._nothing_passed(feed, sight, page)
@@ -182,7 +183,6 @@ class Copier:
             absolute = array("Q", [offset + entry for entry in page.offset_len])
             topic.appended(ts, absolute, file_flags_of(file_no, page.record_flags, location_flags), page.size_bytes)
             feed.logged(body, in_ram)
-            feed.leaving_out = False
             self._cell.add("router_copies", len(page))
             if page.full:
                 self.wait(feed, Hindrance.NONE)
@@ -220,7 +220,7 @@ class Copier:
             return None
         count = 1 if is_unknown else last_source_seq - feed.source_seq
         records = "unknown" if is_unknown else count
-        log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=records)
+        self._lines.warning(_SOURCE_LOST, topic=feed.topic.name, records=records)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)
 
     def _left_out(self, feed: Feed, copies: int) -> CopyWrite | None:
@@ -231,16 +231,14 @@ class Copier:
         if write is None:
             return None
         self._cell.add("router_oversize", copies)
-        if not feed.leaving_out:
-            feed.leaving_out = True
-            log.warning(
-                "a record is larger than the dest of its router may ever hold, and left out",
-                topic=feed.topic.name,
-                source=feed.source,
-                source_seq=feed.source_seq + 1,
-                cap_records=feed.topic.config.cap_records,
-                cap_bytes=feed.topic.config.cap_bytes,
-            )
+        self._lines.warning(
+            "a record is larger than the dest of its router may ever hold, and left out",
+            topic=feed.topic.name,
+            source=feed.source,
+            source_seq=feed.source_seq + 1,
+            cap_records=feed.topic.config.cap_records,
+            cap_bytes=feed.topic.config.cap_bytes,
+        )
         return write
 
     def _gap(

@@ -54,8 +54,6 @@ class Feed:
         """
         self.no_room_for = 0, 0, 0
         """(source seq before the record that did not fit, its copies, their bytes); zeros without one."""
-        self.leaving_out = False
-        """True if the last record was larger than the dest can ever hold. A warning comes with the first of several."""
         self.lost_to_seq: int | None = None
         """Last source seq of the last gap that has one seq for any number of lost records."""
         self.source_head_seq = 0
@@ -63,8 +61,6 @@ class Feed:
         lost_tail_seq = hosted.topic.lost_tail_seq
         self.repeats_to_seq = U64_MAX if lost_tail_seq and lost_tail_seq == hosted.topic.head_seq else 0
         """Last source seq whose copy the dest may have lost; U64_MAX until the source is looked at."""
-        self.unreadable = ""
-        """Logged reason why the source cannot be read; empty while it can."""
         self.hindrance = Hindrance.NONE
         self.retry_ms = 0
         self.failures = 0
