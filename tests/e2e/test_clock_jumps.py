@@ -70,7 +70,6 @@ def times(service: Service, topic: str) -> list[int]:
     return [record["$ts"] for record in diff(service.client, topic, limit=1000)["records"]]
 
 
-@pytest.mark.long
 def test_clients_of_a_service_whose_clock_jumps(shifted: Shifted) -> None:
     service, http = shifted.service, shifted.service.client
     put(http, "kept", ttl_ms=HOUR_MS // 2)
