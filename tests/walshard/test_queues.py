@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from topics.shm.queue_messages import (
     WorkClose,
     WorkOpen,
 )
+from topics.shm.ring import Ring
 from topics.shm.shm_names import SHM_ROOT
 from topics.shm.topic_messages import DeleteTopic, Hello, PutTopic
 from topics.storage.layout import list_log_files, ram_group_dir
@@ -71,6 +73,37 @@ def lease_nos(dealt: Dealt) -> list[int]:
 
 
 # -- group commit
+
+
+class KilledError(BaseException):
+    """The shard is killed here."""
+
+
+@pytest.mark.parametrize("sent", range(4))
+def test_a_claim_that_was_answered_is_not_carried_out_again_by_the_next_life(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
+    """The shard is killed when it has sent so many of three answers. Its next life knows no lease: it gives jobs to the
+    claims that were not answered, and to nobody else.
+    """
+    queue(rig, 10)
+    claims = [rig.post_call(Claim("q", f"w{n}", 2, MINUTE_MS, n)) for n in range(3)]
+    replies = rig.shared.rings[0][0].replies
+    pushes = iter(range(4))
+
+    def push(*parts: bytes | bytearray | memoryview) -> bool:
+        if next(pushes) == sent:
+            raise KilledError
+        return Ring.push(replies, *parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replies, "push", push)
+        with contextlib.suppress(KilledError):
+            rig.step()
+    rig.boot()
+    rig.run()
+    assert set(claims) <= set(rig.replies)
+    assert counts(rig) == (10 - 2 * (3 - sent), 2 * (3 - sent), 0)
 
 
 def test_claims_and_acks_of_many_consumers_are_one_commit(rig: Rig) -> None:

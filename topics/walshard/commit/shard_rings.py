@@ -194,15 +194,13 @@ class ShardRings:
         """Flush one frontend. True when something is left."""
         pair = self._rings[frontend]
         waiting = self._waiting[frontend]
-        consumed = 0
         while waiting:
             reply, position = waiting[0]
             if reply is not None and not pair.replies.push(reply):
                 break
-            consumed = max(consumed, position)
+            if position:  # at once: what is still in its ring is carried out again by the next life
+                pair.requests.consume(position)
             waiting.popleft()
-        if consumed:
-            pair.requests.consume(consumed)
         notices = self._notices[frontend]
         if notices and not waiting:
             tokens = list(notices)[: pair.replies.message_max_bytes // 16]
