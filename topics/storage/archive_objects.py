@@ -25,6 +25,7 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.frame import CHECKSUM, CHECKSUM_LEN, Bytes
 from topics.storage.logfile import WalPosition
 from topics.storage.segment_store import MOUNT, WHOLE_OBJECT_MS, LocalStore, SegmentStore
+from topics.storage.service_id import EpochMasks
 
 MAGIC: Final = b"topicARC"
 VERSION: Final = 1
@@ -116,10 +117,16 @@ class Generation(msgspec.Struct, frozen=True):
     """Mask that turns topic ids into epochs (`storage/service_id.py`)."""
     former_ids: list[str] = []
     """Ids of the services that this one took over from: it may prune their generations."""
+    former_mask: int | None = None
+    """Mask of the service that this one was restored from, or took over from."""
 
     @property
     def shards(self) -> int:
         return len(self.log_ids)
+
+    @property
+    def epoch_masks(self) -> EpochMasks:
+        return EpochMasks(self.epoch_mask, self.former_mask)
 
 
 class Piece(msgspec.Struct, frozen=True):
