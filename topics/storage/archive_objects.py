@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -178,6 +178,10 @@ class Removal(msgspec.Struct, frozen=True):
 
 
 _Header = TypeVar("_Header", Generation, Piece, Base, Removal)
+_DECODE: Final = {kind: msgspec.msgpack.Decoder(kind).decode for kind in (Generation, Piece, Base, Removal)}
+"""Made before any thread runs: msgspec completes a type with its first decoder, and a thread that meets it before that
+crashes the process.
+"""
 
 
 def generation_name(number: int) -> str:
@@ -229,7 +233,7 @@ def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, me
         )
     body_at = _PREFIX.size + head_len
     try:
-        return msgspec.msgpack.decode(view[_PREFIX.size : body_at], type=kind), view[body_at:end]
+        return cast("_Header", _DECODE[kind](view[_PREFIX.size : body_at])), view[body_at:end]
     except msgspec.DecodeError as error:
         raise ArchiveDamagedError(f"{place}: its header does not decode: {error}") from error
 
