@@ -287,7 +287,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     [
         ("port = 70000", "{file}: port=70000: must be an integer from 0 to 65535"),
         ("port = true", "{file}: port=True: must be an integer from 0 to 65535"),
-        ("data_dir = 5", "{file}: data_dir=5: must be a path"),
+        ("data_dir = 5", "{file}: data_dir=5: must be a path, not a URL"),
         ("prot = 1", "{file}: prot: there is no such setting; did you mean port?"),
         ("[server]\nport = 1", "{file}: server: there is no such setting"),
         ('api_keys = "k:x"', "{file}: api_keys: entry 1: its scopes must be"),

@@ -63,7 +63,11 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
             assert former.status()["state"] == "taken over"
             told = former.run("promote")
             assert ("another service took over from it" in told.stderr, told.returncode) == (True, 1)
-            assert state(new.client, "bank")["epoch"] != state(client, "bank")["epoch"]
+            there, here = state(client, "bank"), state(new.client, "bank")
+            assert here["epoch"] != there["epoch"] == here["former_epoch"]
+            assert here["restored_seq"] == here["head_seq"] > there["head_seq"]
+            put(new.client, "new")
+            assert "former_epoch" not in state(new.client, "new")
             write(new.client, "orders", "goes on")
         former.restart()
         poll("its next life notices, too", lambda: archiver(former)["taken_over"])
