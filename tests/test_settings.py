@@ -174,6 +174,14 @@ def test_every_problem_is_told_at_once() -> None:
     assert len(problems({"TOPICS_PORT": "x", "TOPICS_WAL_SHARDS": "x", "TOPICS_NONSENSE_NAME": "x"})) == 3
 
 
+def test_a_path_is_no_url() -> None:
+    """`check` found the cold directory `s3:/bucket/topics` in the working directory, and the service made it."""
+    for variable in ("TOPICS_COLD_DIR", "TOPICS_DATA_DIR"):
+        for url in ("s3://bucket/topics", "s3:/bucket/topics", "file:///mnt/cold"):
+            assert problems({variable: url}) == [f"{variable}={url}: must be a path, not a URL"]
+    assert read({"TOPICS_COLD_DIR": "/mnt/a:/b"}).cold_dir == "/mnt/a:/b"
+
+
 def test_the_key_of_a_follower_is_never_shown_and_never_empty() -> None:
     for key in ("", "two words"):
         (problem,) = problems({"TOPICS_FOLLOW_KEY": key})
@@ -279,7 +287,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     [
         ("port = 70000", "{file}: port=70000: must be an integer from 0 to 65535"),
         ("port = true", "{file}: port=True: must be an integer from 0 to 65535"),
-        ("data_dir = 5", "{file}: data_dir=5: must be a path"),
+        ("data_dir = 5", "{file}: data_dir=5: must be a path, not a URL"),
         ("prot = 1", "{file}: prot: there is no such setting; did you mean port?"),
         ("[server]\nport = 1", "{file}: server: there is no such setting"),
         ('api_keys = "k:x"', "{file}: api_keys: entry 1: its scopes must be"),

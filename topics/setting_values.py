@@ -19,6 +19,8 @@ MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 PIB: Final = 1024 * 1024 * GIB
 COUNT_MAX: Final = 1_000_000_000
+LIKE_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/|file:")
+"""The beginning of a URL, also of a misspelled one. No path may begin so: it would be a directory of that name here."""
 
 NumberT = TypeVar("NumberT", int, float)
 WordT = TypeVar("WordT")
@@ -59,11 +61,11 @@ def flag(help: str) -> Variable:
 
 def path_name(help: str) -> Variable:
     def parse(raw: object) -> str:
-        if not raw or "\0" in (text := _text(raw)):
+        if not raw or "\0" in (text := _text(raw)) or LIKE_URL.match(text):
             raise ValueError
         return os.path.abspath(text)
 
-    return Variable(parse, "a path", help)
+    return Variable(parse, "a path, not a URL", help)
 
 
 class RefusedValueError(ValueError):

@@ -350,8 +350,8 @@ class Leader:
         return Origin(self.rig.fs, self.data_dir, _NotingEnds(self), self._cold_dir if self.world.is_cold else None)
 
     def shipper(self) -> Shipper:
-        mask = service_id.epoch_mask(self.rig.fs, self.data_dir)
-        return Shipper(self.archive, self._origin(), self.id, self.world.clock, epoch_mask=mask, leader_url=self.url)
+        masks = service_id.epoch_masks(self.rig.fs, self.data_dir)
+        return Shipper(self.archive, self._origin(), self.id, self.world.clock, epoch_masks=masks, leader_url=self.url)
 
     def _archiver(self) -> Archiver:
         page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes

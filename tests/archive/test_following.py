@@ -222,6 +222,7 @@ def test_a_leader_tells_only_who_may_read_everything(tmp_path: Path) -> None:
         with Service(env=following(place)) as follower:
             follows(follower, leader, "orders")
             poll("it says so", lambda: "tells nothing now" in follower.log_tail())
+            assert "set TOPICS_FOLLOW_KEY to a key of the leader with read and admin" in follower.log_tail()
             assert "unauthorized" in follower.log_tail()
             refused(follower.client.post("/v0/archive/tail", json=ends), 503, "not_leader")
         with Service(env=following(place, FOLLOW_KEY="all")) as follower:

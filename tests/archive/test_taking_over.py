@@ -11,6 +11,7 @@ import pytest
 
 from tests.archive.follower_rig import FollowerRig
 from tests.archive.services import read, restored, run
+from tests.archive.shippers import shipper_of
 from tests.archive.test_archiver import archiver, shipped, shipping
 from tests.archive.test_borrowing import ship
 from tests.contract.asking import ok, put, refused, state, write
@@ -62,7 +63,11 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
             assert former.status()["state"] == "taken over"
             told = former.run("promote")
             assert ("another service took over from it" in told.stderr, told.returncode) == (True, 1)
-            assert state(new.client, "bank")["epoch"] != state(client, "bank")["epoch"]
+            there, here = state(client, "bank"), state(new.client, "bank")
+            assert here["epoch"] != there["epoch"] == here["former_epoch"]
+            assert here["restored_seq"] == here["head_seq"] > there["head_seq"]
+            put(new.client, "new")
+            assert "former_epoch" not in state(new.client, "new")
             write(new.client, "orders", "goes on")
         former.restart()
         poll("its next life notices, too", lambda: archiver(former)["taken_over"])
@@ -129,6 +134,46 @@ def test_a_clock_that_is_ahead_hides_no_lag(tmp_path: Path, whose: str) -> None:
         rig.clock.ms += 60_000
         rig.advance()
         assert rig.shared.control.follow_lag_ms(rig.clock.now_ms()) >= 60_000
+    finally:
+        rig.close()
+        leader.close()
+
+
+def test_a_leader_that_does_not_reach_its_archive_hides_no_lag(tmp_path: Path) -> None:
+    """A follower that its leader tells nothing, as it has no key, was up to date after each look that found nothing:
+    also in the second before a record is shipped, and while the leader shipped nothing for hours.
+    """
+    leader, clock = Rig(str(tmp_path / "leader")), TestClock()
+    archive = Archive(open_archive(OsFileSystem(), str(tmp_path / "archive")))
+    leader.append("t", b"1")
+    shipper = shipper_of(leader, archive, leader_url="http://leader.example:4000")
+    shipper.base()
+    os.mkdir(data_dir := str(tmp_path / "follower"))
+    rig = FollowerRig(data_dir, 1, archive, clock, no_leader)
+
+    def lag_after(seconds: int, ships: bool) -> int:
+        """Return the least lag that readers saw, in so many seconds with two looks each."""
+        lags = []
+        for _ in range(seconds * 2):
+            clock.ms += 500
+            rig.advance()
+            lags.append(rig.shared.control.follow_lag_ms(clock.now_ms()))
+            if ships:
+                shipper.ship(is_sign=True)
+        return min(lags)
+
+    try:
+        for _ in range(3):
+            rig.advance()
+        assert rig.shown
+        lag_after(5, ships=True)
+        assert 0 < lag_after(5, ships=True) <= 1500, "signs keep it low while nothing is written"
+        written_ms = clock.now_ms()
+        leader.append("t", b"2")
+        for _ in range(10):
+            assert clock.now_ms() - lag_after(1, ships=False) <= written_ms, "it is not here"
+        shipper.ship()
+        assert lag_after(5, ships=True) <= 1500
     finally:
         rig.close()
         leader.close()

@@ -123,6 +123,7 @@ def test_a_value_that_cannot_be_is_named(arguments: list[str], told: str, capsys
         (["restore", "a", "--data-dir", ""], "topics restore: error: argument --data-dir: '' is no directory"),
         (["restore", "", "--data-dir", "d"], "topics restore: error: argument FROM: '' is no directory"),
         (["archive", "list", ""], "topics archive list: error: argument PLACE: '' is no directory"),
+        (["backup", "--data-dir", "d", "--to", "s3:/b/x"], "argument --to: 's3:/b/x' is no place: write a directory"),
         (["verify", ""], "topics verify: error: argument DIR: '' is no directory"),
         (["queue", "q", "claim", "--node", ""], "topics queue TOPIC claim: error: argument --node: '' is no name"),
         (["list", "--url", ""], "topics list: url '' does not name a service"),

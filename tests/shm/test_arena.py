@@ -196,6 +196,7 @@ def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> 
                     *([number] * 4),
                     1,
                     number,
+                    number,
                 )
             ),
         )

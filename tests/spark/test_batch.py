@@ -23,8 +23,10 @@ from pyspark.sql.types import (
 
 from tests.harness import Service
 from tests.spark.conftest import Reading
+from tests.spark.test_segment_scan import schema_of
 from topics.client import Client, NewRecord, Record, calls
 from topics.spark import http_read
+from topics.spark.batch import BatchReader, RangePartition
 from topics.spark.columns import ColumnBuilder, ParsedColumns, arrow_schema
 from topics.spark.offsets import Range
 from topics.spark.options import OptionError, TopicsSparkError, plainly, read_options
@@ -97,6 +99,22 @@ def test_offsets_that_are_not_there_and_topics_that_are_not_read_are_refused(top
         resolved(21)
     with pytest.raises(OptionError, match="startingOffsets names the topic 'odrers', which is not one of those"):
         resolved(1, "odrers")
+
+
+def test_a_range_that_ends_before_it_begins_is_refused(service: Service, topics: Client, topic: str) -> None:
+    """Two offsets that were mixed up gave no rows."""
+    topics.append(topic, range(20))
+
+    def planned(starting: str, ending: str) -> int:
+        given = {"url": service.url, "subscribe": topic, "startingOffsets": starting, "endingOffsets": ending}
+        options = read_options(given)
+        parts = BatchReader(schema_of(options), options).partitions()
+        return sum(part.range.to_seq - part.range.from_seq for part in parts if isinstance(part, RangePartition))
+
+    at_4, at_5 = (json.dumps({topic: seq}) for seq in (4, 5))
+    assert [planned(at_5, at_5), planned(at_5, "latest"), planned("latest", at_5)] == [0, 15, 0]
+    with pytest.raises(OptionError, match=f"endingOffsets: topic '{topic}' ends at 4, before startingOffsets, 5"):
+        planned(at_5, at_4)
 
 
 def test_reading_begins_at_a_time(topics: Client, topic: str, read: Reading) -> None:
@@ -332,6 +350,19 @@ def test_a_schema_of_other_columns_is_refused(
     assert line in refusal(lambda: reader.schema(ddl).load().collect())
 
 
+@pytest.mark.parametrize(
+    ("ddl", "line"),
+    [
+        ("item STRNG", 'Unsupported data type "STRNG"'),
+        ("item VARCHAR(2)", "option schema: item is of type varchar(2), which data cannot be parsed into"),
+    ],
+)
+def test_a_wrong_parsed_column_is_named(topics: Client, topic: str, read: Reading, ddl: str, line: str) -> None:
+    """The error named the first column of the frame, or a type of Arrow and no option."""
+    topics.append(topic, [1])
+    assert line in refusal(lambda: read(topic, schema=ddl).collect())
+
+
 def test_a_session_may_have_times_without_a_zone(
     spark: SparkSession, topics: Client, topic: str, read: Reading
 ) -> None:
@@ -420,6 +451,10 @@ def test_a_wrong_place_key_or_topic_is_one_clear_line(spark: SparkSession, servi
     assert message(url="http://127.0.0.1:1", subscribe=topic).startswith("GET http://127.0.0.1:1/v0/topics/")
     assert f"topic '{topic}' does not exist at {service.url}" in message(url=service.url, subscribe=topic)
     assert "no topic at" in message(url=service.url, subscribePattern="nothing-like-it.*")
+    for what in ({"subscribe": topic}, {"subscribePattern": ".*"}):  # it said that the topic does not exist there
+        said = message(url=f"{service.url}/v0", **what)
+        assert said.startswith(f"option url='{service.url}/v0': there is nothing at /v0/v0/topics"), said
+        assert said.endswith("(404 not_found); give the address without a path")
     with Service(env={"TOPICS_API_KEYS": "secret:rw"}) as guarded:
         assert "the key is not one that is valid here" in message(url=guarded.url, subscribe=topic, token="wrong")
         assert "needs a key" in message(url=guarded.url, subscribe=topic)

@@ -251,6 +251,41 @@ def test_the_probe_says_that_a_bucket_cannot_be_reached(s3: Proxy, s3_place: str
     with s3.failing("drop"):
         (line,) = probe(s3_place, TIMEOUT_MS)
     assert line.startswith("cannot write: [Errno 5] ")
+    assert line.endswith("; check the URL, and the variables of its provider (docs/bucket.md)")
+    assert "PutObject" not in line
+
+
+@pytest.mark.parametrize("call", ["create", "list", "probe"])
+def test_a_bucket_that_does_not_exist_is_named_with_the_way_out(call: str, s3_place: str) -> None:
+    """A put said that the object `is not in the bucket` and advised a right, a listing gave the server's XML."""
+    url = s3_place.replace("s3://", "s3://no-")
+    if call == "probe":
+        (told,) = probe(url, TIMEOUT_MS)
+    else:
+        with pytest.raises(OSError, match=r".") as caught:
+            getattr(BucketStore(url, TIMEOUT_MS), call)("generations/", *([b"1"] if call == "create" else []))
+        told = str(caught.value)
+    assert "there is no such bucket: make it, or mend the URL" in told
+    assert "<" not in told
+    assert "PutObject" not in told
+
+
+def test_an_endpoint_without_tls_says_what_allows_it(s3_place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(OSError, match=r"an endpoint without TLS needs AWS_ALLOW_HTTP=true"):
+        BucketStore(s3_place, TIMEOUT_MS).list("")
+
+
+def test_a_failure_reads_the_same_each_time(s3: Proxy, s3_place: str) -> None:
+    """Each message had the time that its request took: a log could not leave out what it had said before."""
+    told = set()
+    with s3.failing("deny"):
+        for _ in range(3):
+            with pytest.raises(OSError, match="403") as caught:
+                BucketStore(s3_place, TIMEOUT_MS).list("generations/")
+            told.add(str(caught.value))
+    assert len(told) == 1
+    assert " in " not in told.pop()
 
 
 @pytest.mark.parametrize(

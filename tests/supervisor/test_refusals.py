@@ -160,7 +160,7 @@ def test_an_empty_flag_is_not_the_default(
     """`--data-dir "$UNSET"` started a service on ./topics-data."""
     monkeypatch.chdir(tmp_path)
     assert main([word, "--data-dir", ""]) == 2
-    assert capsys.readouterr().err == "topics-supervisor: --data-dir=: must be a path\n"
+    assert capsys.readouterr().err == "topics-supervisor: --data-dir=: must be a path, not a URL\n"
     assert os.listdir(tmp_path) == []
 
 

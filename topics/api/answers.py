@@ -124,7 +124,8 @@ class QueueCounts(msgspec.Struct, frozen=True):
 
 class TopicState(TopicAnswer, frozen=True, kw_only=True):
     """A topic as it is. `epoch` names this instance: a topic that is deleted and made again has another one. Records up
-    to `archived_seq` are in the archive; None without an archive.
+    to `archived_seq` are in the archive; None without an archive. Cursors up to `restored_seq` that were kept with
+    `former_epoch` hold: it is the same topic, from before the service was restored or took over.
     """
 
     type: Annotated[str, one_of(Literal["log", "queue"])]
@@ -140,6 +141,8 @@ class TopicState(TopicAnswer, frozen=True, kw_only=True):
     last_write_ts: Ms | None
     last_read_ts: Ms | None
     archived_seq: Seq | None = None
+    former_epoch: str | None = None
+    restored_seq: Seq | None = None
     queue: QueueCounts | None = None
 
 

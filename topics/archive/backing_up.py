@@ -51,12 +51,12 @@ def backup(
         try:
             with _ends(data_dir) as ends:
                 origin = Origin(fs, data_dir, ends, cold_place)
-                mask = service_id.epoch_mask(fs, data_dir)
+                masks = service_id.epoch_masks(fs, data_dir)
                 own_id, owner = service_id.keep_id(fs, data_dir), os.stat(data_dir)
                 noted = os.lstat(id_path := note_path(data_dir, service_id.NAME))
                 if os.geteuid() == 0 and noted.st_uid != owner.st_uid:  # the service's user has to read what root notes
                     os.lchown(id_path, owner.st_uid, owner.st_gid)
-                shipper = Shipper(archive, origin, own_id, clock, told, mask)
+                shipper = Shipper(archive, origin, own_id, clock, told, masks)
                 shipper.begin()
                 if is_new:
                     log.warning("a new archive is begun: if there should be one, mount its disk", place=to)

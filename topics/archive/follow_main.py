@@ -261,7 +261,8 @@ class Follower:
     def _show(self) -> None:
         """Show the shards how far they may read their logs, and everybody how old that state may be."""
         replica, cell = self._replica, self._cell
-        cell.set("moment_ms", replica.looked_ms or replica.note.taken_ms)  # `taken_ms` is by the leader's clock
+        # `taken_ms` is by the leader's clock.
+        cell.set("moment_ms", replica.looked_ms or min(replica.note.taken_ms, self._clock.now_ms()))
         for shard, (end, archived) in enumerate(zip(replica.ends, replica.archived_ends, strict=True)):
             words = {f"readable_{shard:02d}": end.word, f"shipped_{shard:02d}": archived.word}
             if any(cell.get(name) != word for name, word in words.items()):

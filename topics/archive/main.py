@@ -57,9 +57,9 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     def make_shipper() -> Shipper:
         if service_id.known_id(fs, settings.data_dir) is None:
             raise NoMomentError("no shard of this new service has begun its log yet; try again")
-        mask = service_id.epoch_mask(fs, settings.data_dir)
+        masks = service_id.epoch_masks(fs, settings.data_dir)
         own_id, url = service_id.keep_id(fs, settings.data_dir), settings.advertise_url or ""
-        return Shipper(archive, origin, own_id, clock, epoch_mask=mask, leader_url=url, notes_place=True)
+        return Shipper(archive, origin, own_id, clock, epoch_masks=masks, leader_url=url, notes_place=True)
 
     gives_signs = settings.advertise_url is not None
     interval_ms = min(settings.archive_interval_ms, LEADER_SIGN_MS) if gives_signs else settings.archive_interval_ms

@@ -49,7 +49,8 @@ def take_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
     note = read_note(fs, settings.data_dir)
     if note is not None and note.leads:
         if service_id.known_id(fs, settings.data_dir) != note.promoted_id:  # before frontends read the epochs
-            service_id.make_restored(fs, settings.data_dir, clock.now_ms(), note.promoted_id)
+            former = service_id.epoch_masks(fs, settings.data_dir)
+            service_id.make_restored(fs, settings.data_dir, former, clock.now_ms(), note.promoted_id)
         url = settings.archive_url or note.url
         return msgspec.structs.replace(settings, follow=None, archive_url=url)
     if note is None and settings.follow is not None:

@@ -99,7 +99,11 @@ class Replica:
         self._starts: list[LogStart] = []
         """Places in the logs where the base's snapshot ends."""
         self.looked_ms = 0
-        """Wall time of the last look after which nothing new was left to take, 0 for none."""
+        """Wall time of which the state is, at least; 0 if that is not known."""
+        self._looks_ms = 0, 0
+        """Wall times of two looks that took all there was: of the last one, and of the last one without the moment that
+        is here. 0 for none.
+        """
 
     def begin(self, note: FollowNote) -> bool:
         """Go on where the directory's note says. If it has no piece, copy the newest base and return True."""
@@ -141,15 +145,16 @@ class Replica:
         """
         looked_ms, generation = self._clock.now_ms(), self.note.generation
         last = self.archive.last_piece(generation, self.laid_piece)
-        wanted = range(self.laid_piece + 1, last + 1)
+        wanted, moments = range(self.laid_piece + 1, last + 1), 0
         try:
             for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
                 if piece.taken_over_by:
                     self.is_over = True
                     break
                 self._lay_out(piece, payload)
+                moments += piece.is_moment
             else:
-                self.looked_ms = looked_ms
+                self._has_looked(looked_ms, moments)
         except MissingBytesError:
             self.has_hole = True
         except ArchiveDamagedError:
@@ -162,6 +167,18 @@ class Replica:
         has_grown = last > self._seen or behind > self._seen_behind
         self._seen, self._seen_behind = last, behind
         return has_grown
+
+    def _has_looked(self, now_ms: int, moments: int) -> None:
+        """Note of when the state is after a look that took all there was, with so many moments. A leader that gives
+        signs of life begins a moment after it has put the one before. A look that did not find that one was earlier.
+        Without signs nobody can tell a leader that has nothing to ship from one that cannot: then the look counts.
+        """
+        if not self.note.leader_url:
+            self.looked_ms = now_ms
+        last_ms, absent_ms = (min(look_ms, now_ms) for look_ms in self._looks_ms)  # the clock may have been put back
+        if moments and self.note.leader_url:
+            self.looked_ms = max(self.looked_ms, absent_ms if moments == 1 else last_ms)
+        self._looks_ms = now_ms, last_ms if moments else absent_ms
 
     def take_tail(self, piece: Piece, payload: memoryview, asked_ms: int) -> bool:
         """Lay out what the leader itself has told. False, without an effect, if a file of a transaction has changed:
@@ -352,7 +369,7 @@ class Replica:
             self._copy.write(ref.path, content)
         if snapshot:
             self._copy.save_snapshot(snapshot, borrowed)
-        service_id.set_epoch_mask(self._fs, self._data_dir, generation.epoch_mask, self._clock.now_ms())
+        service_id.set_epoch_masks(self._fs, self._data_dir, generation.epoch_masks, self._clock.now_ms())
         write_mark(self._fs, self._data_dir)
         self._fs.sync_all(self._data_dir)
         ids = generation.log_ids

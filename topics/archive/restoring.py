@@ -438,7 +438,7 @@ class Restore:
         if self._plan.snapshot:
             self._copy.save_snapshot(self._plan.snapshot, self._borrowed)
         topics = self._copy.end_history(self._plan.moment.has_end, now_ms)
-        service_id.make_restored(self._fs, self._making, now_ms)
+        service_id.make_restored(self._fs, self._making, self._plan.generation.epoch_masks, now_ms)
         self._fs.sync_all(self._making)
         return topics
 

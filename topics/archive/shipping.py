@@ -47,7 +47,7 @@ from topics.storage.archive_objects import (
 from topics.storage.filesystem import said
 from topics.storage.logfile import WalPosition
 from topics.storage.origin import LogPlace, Origin, OriginGoneError, TxnState
-from topics.storage.service_id import ArchiveNote, keep_archive_note
+from topics.storage.service_id import ArchiveNote, EpochMasks, keep_archive_note
 from topics.storage.snapshot import load_snapshot
 
 PIECE_BYTES: Final = 4 << 20
@@ -88,11 +88,11 @@ class Shipper:
         service_id: str,
         clock: Clock,
         told: Callable[[int, int], None] = lambda _done, _total: None,
-        epoch_mask: int = 0,
+        epoch_masks: EpochMasks = EpochMasks(),  # noqa: B008 — immutable
         leader_url: str = "",
         notes_place: bool = False,
     ) -> None:
-        """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory.
+        """`told` hears how many bytes of how many were looked at for a base. `epoch_masks` are those of the directory.
         `leader_url` is where followers reach the service. `notes_place`: note that the service has its archive here, so
         that it begins no new one here if everything is gone one day.
         """
@@ -102,7 +102,7 @@ class Shipper:
         self._service_id = service_id
         self._clock = clock
         self._told = told
-        self._epoch_mask = epoch_mask
+        self._epoch_masks = epoch_masks
         self._leader_url = leader_url
         self._notes_place = notes_place
         self._nonce = secrets.token_hex(8)
@@ -324,7 +324,8 @@ class Shipper:
         self._forget()
         own_id, log_ids = self._service_id, [log.log_id for log in logs]
         now_ms = self._clock.now_ms()
-        generation = Generation(number, own_id, now_ms, log_ids, self._nonce, self._epoch_mask, former_ids)
+        own, former = self._epoch_masks
+        generation = Generation(number, own_id, now_ms, log_ids, self._nonce, own, former_ids, former)
         self._create(generation_name(number), encode(generation))
         self._generation = generation
 

@@ -15,7 +15,7 @@ from topics.archive.ownership import OtherShipperError
 from topics.archive.restoring import NotThereError
 from topics.archive.shipping import NoMomentError
 from topics.log import configure_log
-from topics.setting_values import MIB, RefusedValueError, bucket_url, overlap
+from topics.setting_values import LIKE_URL, MIB, RefusedValueError, bucket_url, overlap
 from topics.storage.archive_objects import ArchiveDamagedError
 from topics.storage.filesystem import NO_ROOM, said, way_to_write
 from topics.storage.lock import DataDirLocked
@@ -76,7 +76,7 @@ def directory(text: str) -> str:
 
 def place(text: str) -> str:
     """Parse an argument: a directory, or the URL of a bucket. No message repeats one that has credentials in it."""
-    if "://" in text or text.startswith("file:"):
+    if LIKE_URL.match(text):
         url = bucket_url("")
         try:
             url.parse(text)

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode
 
@@ -112,9 +113,16 @@ def _call(
     return Call(method, path_of(*path), _decoder(cast("Any", answer)), content, query, repeatable, waits=waits)
 
 
+_BUILDING: Final = Lock()
+"""Held while a decoder is made: msgspec completes types then, and a second thread that meets a type that is not
+complete crashes the process.
+"""
+
+
 @cache
 def _decoder(answer: Any) -> Callable[[bytes], Any]:
-    return msgspec.json.Decoder(answer).decode
+    with _BUILDING:
+        return msgspec.json.Decoder(answer).decode
 
 
 def _records(records: Iterable[Any]) -> list[Any]:
@@ -380,7 +388,8 @@ def _settle(verb: str, topic: str, body: requests.JobsBody, repeatable: bool) ->
 
 
 def _skipped(answer: bytes) -> list[int]:
-    return msgspec.json.decode(answer, type=answers.SettledAnswer).skipped
+    found: answers.SettledAnswer = _decoder(answers.SettledAnswer)(answer)
+    return found.skipped
 
 
 # -- named cursors (api §10)

@@ -121,8 +121,8 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     files = LogFiles(settings.data_dir, shared.ram_dir, shards)
     leadership = Leadership(settings, shared.control, fs)
     not_leader = None if settings.follow is None else leadership.why_not_leader
-    epoch_mask = service_id.epoch_mask(fs, settings.data_dir)
-    reader = TopicReader(arenas, files, shards, expiry, cold, epoch_mask, not_leader)
+    epoch_masks = service_id.epoch_masks(fs, settings.data_dir)
+    reader = TopicReader(arenas, files, shards, expiry, cold, epoch_masks, not_leader)
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)

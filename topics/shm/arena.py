@@ -11,7 +11,7 @@ A slot holds a publication count and two copies of the topic's state. Copy `coun
 writes the other copy and then stores count + 1. A reader reads the current copy and accepts it if the count is still
 the same afterwards. So readers never wait, and a shard that is killed during a write damages nothing.
 
-    slot   | published u64 | 7 spare | copy 0: 26 words | copy 1: 26 words |
+    slot   | published u64 | 7 spare | copy 0: 27 words | copy 1: 27 words |
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
@@ -55,11 +55,11 @@ ARENA_BYTES: Final = 8 * 2**30
 CHANGES: Final = 4096
 _CHANGES_WORD: Final = 512
 _SLOTS_WORD: Final = _CHANGES_WORD + CHANGES
-SLOT_WORDS: Final = 60
+SLOT_WORDS: Final = 62
 SLOTS_MAX: Final = 2**20
 _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
-_COPY_WORDS: Final = 26
+_COPY_WORDS: Final = 27
 _ROW_WORDS: Final = 7
 SEGMENT_ROW_BYTES: Final = _ROW_WORDS * 8
 _ATTACH_TRIES: Final = 10
@@ -128,6 +128,8 @@ class TopicView(NamedTuple):
     """These four are figures of a queue, 0 for a log."""
     flags: int
     archived_seq: int
+    restored_seq: int
+    """The end of the gap `restored`; 0 if the topic was made since."""
 
     @property
     def is_queue(self) -> bool:

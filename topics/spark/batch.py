@@ -13,7 +13,7 @@ from topics.spark import http_read
 from topics.spark.columns import ColumnBuilder, check_schema
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, ReadPlan, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
-from topics.spark.options import Positions, ReadOptions
+from topics.spark.options import OptionError, Positions, ReadOptions
 from topics.spark.segment_scan import Pinned, Sealed, read_part, sealed_of
 
 if TYPE_CHECKING:
@@ -87,12 +87,22 @@ class BatchReader(RangeReader, DataSourceReader):
             http_read.require(found, options)
             start = http_read.starts(client, found, options, "earliest")
             end = http_read.resolve("endingOffsets", found, options.ending or Positions("latest"))
+            _check_order(options)
             end = {name: Mark(max(mark.seq, start[name].seq), mark.epoch) for name, mark in end.items()}
             whole = ranges(start, end)
             whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]
             whole = [clipped for one in whole if (clipped := _clip(client, one, wanted)).to_seq > clipped.from_seq]
             made, _pins = self.plan(client, whole, wanted.tags)
         return made or [RangePartition(Range("", "", 0, 0), None)]
+
+
+def _check_order(options: ReadOptions) -> None:
+    """Raise OptionError for a topic whose range would end before it begins, by what the user gave."""
+    begin, end = options.starting or Positions("earliest"), options.ending or Positions("latest")
+    for topic, last in end.by_topic.items():
+        first = begin.of(topic)
+        if isinstance(first, int) and isinstance(last, int) and last < first:
+            raise OptionError(f"endingOffsets: topic {topic!r} ends at {last}, before startingOffsets, {first}")
 
 
 def _clip(client: Client, one: Range, wanted: Wanted) -> Range:

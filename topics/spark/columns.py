@@ -194,7 +194,8 @@ GAP_COLUMNS: Final = "kind string, gap_from bigint, gap_to bigint, reason string
 
 def schema_ddl(options: ReadOptions) -> str:
     """Return the columns of a read: of records, then (with `tombstones=rows`) of gaps, then the parsed ones."""
-    return ", ".join(_fixed_columns(options) + ([] if options.parsed_schema is None else [options.parsed_schema]))
+    columns = _fixed_columns(options) + ([] if options.parsed_schema is None else [options.parsed_schema])
+    return f"struct<{', '.join(columns)}>"  # of a list of columns Spark's errors would name a wrong place
 
 
 def _fixed_columns(options: ReadOptions) -> list[str]:
@@ -241,10 +242,10 @@ class ColumnBuilder:
                 f"option schema: {', '.join(twice)} would be there twice; leave it out, or parse the column data "
                 "with from_json under another name"
             )
+        self._parsed = ParsedColumns(schema.fields[len(_fixed_columns(options)) :])  # first: it names what is wrong
         self._arrow = arrow_schema(schema)
         self._with_tags = options.include_tags
         self._with_gaps = options.tombstones == "rows"
-        self._parsed = ParsedColumns(schema.fields[len(_fixed_columns(options)) :])
 
     def batch_of(self, topic: str, records: Sequence[Record]) -> pa.RecordBatch:
         with_meta = [(number, record.meta) for number, record in enumerate(records) if record.meta is not None]

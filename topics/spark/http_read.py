@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -40,18 +40,40 @@ def connect(service: Service, retry: Retry) -> Client:
 
 
 def states(client: Client, options: ReadOptions) -> dict[str, TopicState]:
-    """Return the subscribed topics that exist, by name."""
-    names = options.topics
-    if options.pattern is not None:
-        wanted = re.compile(options.pattern)
-        names = tuple(entry.topic for entry in client.list_topics() if wanted.fullmatch(entry.topic))
-    found = {}
-    for name in names:
-        try:
-            found[name] = client.get_topic(name, touch=False)
-        except NotFoundError:
-            continue  # deleted since the list, or never there: `require` reports it
+    """Return the subscribed topics that exist, by name. OptionError for a `url` that leads to something else."""
+    found: dict[str, TopicState] = {}
+    try:
+        names = options.topics
+        if options.pattern is not None:
+            wanted = re.compile(options.pattern)
+            names = tuple(entry.topic for entry in client.list_topics() if wanted.fullmatch(entry.topic))
+        for name in names:
+            state = state_of(client, name)
+            if state is not None:  # else deleted since the list, or never there: `require` reports it
+                found[name] = state
+    except NotFoundError as error:
+        raise OptionError(f"option url={options.service.url!r}: {error}; give the address without a path") from None
     return found
+
+
+def state_of(client: Client, topic: str) -> TopicState | None:
+    """Return the topic, None if it does not exist. NotFoundError if the address has no topics at all."""
+    try:
+        return client.get_topic(topic, touch=False)
+    except NotFoundError as error:
+        if error.code != "topic_not_found":
+            raise
+        return None
+
+
+def carried(start: Offset, found: Mapping[str, TopicState]) -> Offset:
+    """Return the offset with the present epochs of topics that go on in a service that was restored or took over."""
+    goes_on = {name for name, mark in start.items() if name in found and _is_of_former(mark, found[name])}
+    return {name: Mark(mark.seq, found[name].epoch) if name in goes_on else mark for name, mark in start.items()}
+
+
+def _is_of_former(mark: Mark, state: TopicState) -> bool:
+    return mark.epoch == state.former_epoch and mark.seq <= (state.restored_seq or 0)
 
 
 def require(found: dict[str, TopicState], options: ReadOptions) -> None:
@@ -157,6 +179,10 @@ def _pages_and_gaps(client: Client, one: Range, options: ReadOptions) -> Iterato
                 include_tags=True,  # for the filter on tags; ColumnBuilder decides whether they are shown
                 include_meta=options.include_meta,
             )
+            if page.epoch != one.epoch:
+                state = client.get_topic(one.topic, touch=False)
+                if _is_of_former(Mark(one.to_seq, one.epoch), state):
+                    one = one._replace(epoch=state.epoch)
         except NotFoundError:
             yield Gap(cursor + 1, one.to_seq, "deleted")
             return

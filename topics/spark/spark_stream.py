@@ -45,7 +45,8 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
         return to_json(http_read.starts(self._service(), found, self._options, "latest"))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        begin, heads = from_json(start), self._heads()
+        found = http_read.states(self._service(), self._options)
+        begin, heads = http_read.carried(from_json(start), found), http_read.heads(found)
         # Keep the positions of topics that the query no longer subscribes to, in case it does so again.
         heads |= {topic: mark for topic, mark in begin.items() if not self._options.subscribed(topic)}
         if self._target is not None:
@@ -82,7 +83,10 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
         self._target = self._heads()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        wanted = ranges(from_json(start), from_json(end))
+        begin, finish = from_json(start), from_json(end)
+        if any(topic in begin and begin[topic].epoch != mark.epoch for topic, mark in finish.items()):
+            begin = http_read.carried(begin, http_read.states(self._service(), self._options))
+        wanted = ranges(begin, finish)
         check_history(wanted, self._options.tombstones)
         # Spark has finished the batch before this one, so its pins are not needed.
         self._end_pins()

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -25,6 +25,7 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.frame import CHECKSUM, CHECKSUM_LEN, Bytes
 from topics.storage.logfile import WalPosition
 from topics.storage.segment_store import MOUNT, WHOLE_OBJECT_MS, LocalStore, SegmentStore
+from topics.storage.service_id import EpochMasks
 
 MAGIC: Final = b"topicARC"
 VERSION: Final = 1
@@ -116,10 +117,16 @@ class Generation(msgspec.Struct, frozen=True):
     """Mask that turns topic ids into epochs (`storage/service_id.py`)."""
     former_ids: list[str] = []
     """Ids of the services that this one took over from: it may prune their generations."""
+    former_mask: int | None = None
+    """Mask of the service that this one was restored from, or took over from."""
 
     @property
     def shards(self) -> int:
         return len(self.log_ids)
+
+    @property
+    def epoch_masks(self) -> EpochMasks:
+        return EpochMasks(self.epoch_mask, self.former_mask)
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -171,6 +178,10 @@ class Removal(msgspec.Struct, frozen=True):
 
 
 _Header = TypeVar("_Header", Generation, Piece, Base, Removal)
+_DECODE: Final = {kind: msgspec.msgpack.Decoder(kind).decode for kind in (Generation, Piece, Base, Removal)}
+"""Made before any thread runs: msgspec completes a type with its first decoder, and a thread that meets it before that
+crashes the process.
+"""
 
 
 def generation_name(number: int) -> str:
@@ -222,7 +233,7 @@ def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, me
         )
     body_at = _PREFIX.size + head_len
     try:
-        return msgspec.msgpack.decode(view[_PREFIX.size : body_at], type=kind), view[body_at:end]
+        return cast("_Header", _DECODE[kind](view[_PREFIX.size : body_at])), view[body_at:end]
     except msgspec.DecodeError as error:
         raise ArchiveDamagedError(f"{place}: its header does not decode: {error}") from error
 

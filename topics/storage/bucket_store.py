@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 RETRIES_MAX: Final = 3
 """Number of repeats of a request when the bucket throttles, fails or hangs up."""
 OWNER_NAME: Final = "owner"
+NO_BUCKET: Final = "there is no such bucket: make it, or mend the URL"
 CONNECT_MS: Final = 3_000
 _REASON_CHARS_MAX: Final = 400
 _QUERY: Final = re.compile(r"(?<=://)([^\s?]+)\?\S*")
 _OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid|Wanted range starting")
+_TOOK: Final = re.compile(r" in [0-9.]+(?:ns|µs|ms|s)\b")
+_SAID: Final = re.compile(r"<\?xml.*?<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>.*")
+_NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|specified (bucket|container) does not exist")
+_NO_TLS: Final = re.compile(r"http://\S+ - HTTP error: builder error")
 _HUNG_UP: Final = "error sending request"
 _NO_CREDENTIALS: Final = re.compile(
     r"Generic \w+ error: (Missing (Secret)?Access|Account must be|Error performing (token request|[A-Z]+"
@@ -230,21 +235,29 @@ class BucketStore:
             yield
         except (AlreadyExistsError, PreconditionError):
             raise
-        except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, "is not in the bucket", self.place(name)) from None
+        except FileNotFoundError as error:
+            reason = NO_BUCKET if _NO_BUCKET.search(str(error)) else "is not in the bucket"
+            raise FileNotFoundError(errno.ENOENT, reason, self.place(name)) from None
         except BaseError as error:
             reason = _reason(error)
             # The library reports a denied listing like any other failure.
             denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or "code: 403" in reason
             if _NO_CREDENTIALS.match(reason):
                 reason = f"no credentials were found: set the variables of its provider, see docs/bucket.md ({reason})"
+            elif _NO_BUCKET.search(reason):  # as a failed listing says it
+                reason = NO_BUCKET
+            elif _NO_TLS.search(reason):
+                reason = f"an endpoint without TLS needs AWS_ALLOW_HTTP=true (AZURE_ALLOW_HTTP) ({reason})"
             raise OSError(errno.EACCES if denied else errno.EIO, reason, self.place(name)) from None
 
 
 def _reason(error: Exception) -> str:
-    """Return the first paragraph, without queries of URLs: they may hold a signature."""
-    text = str(error).partition("\n\nDebug source")[0]
-    return _QUERY.sub(r"\1?…", " ".join(text.split()))[:_REASON_CHARS_MAX]
+    """Return the first paragraph, without queries of URLs, which may hold a signature, and without what differs each
+    time, so that a log can leave out what it said before.
+    """
+    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+    text = _SAID.sub(r"\1: \2", _TOOK.sub("", _QUERY.sub(r"\1?…", text)))
+    return text[:_REASON_CHARS_MAX]
 
 
 _PROBED: Final = b"can be read"
@@ -268,13 +281,17 @@ def probe(url: str, timeout_ms: int) -> Iterator[str]:
         ),
         ("delete", lambda: _is_deleted(store, name), "allow it to delete objects (s3:DeleteObject)"),
     ]
-    for what, does, way_out in steps:
+    for what, does, right in steps:
+        way_out = "let this user do so" if url.startswith("file:") else right
         try:
             reason = None if does() else "it did something else"
         except (OSError, EOFError) as error:
             reason = str(error)
+            is_denied = isinstance(error, PermissionError) and "no credentials" not in reason
+            if what == "write" and way_out is right and not is_denied:
+                way_out = "check the URL, and the variables of its provider (docs/bucket.md)"
         if reason is not None:
-            yield f"cannot {what}: {reason}; {'let this user do so' if url.startswith('file:') else way_out}"
+            yield f"cannot {what}: {reason}; {way_out}"
             if what == "write":
                 return  # nothing else can be tried without an object
 

@@ -146,6 +146,10 @@ def find_file_end(fs: FileSystem, fd: int, file_no: int) -> int | None:
     return None
 
 
+_decode_version = msgspec.msgpack.Decoder(_Versioned).decode  # before any thread, see `archive_objects.py`
+_decode_start = msgspec.msgpack.Decoder(FileStart).decode
+
+
 def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
     """Return the FILE_START that `buffer` begins with, and its length. Raise NotALogFile or UnknownLogVersion."""
     frames, end, defect = scan(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES), limit=1)
@@ -156,10 +160,10 @@ def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
         raise NotALogFile(f"begins with a frame of type {type_}")
     body = buffer[HEADER_LEN : end - CHECKSUM_LEN]
     try:
-        version = msgspec.msgpack.decode(body, type=_Versioned).version
+        version = _decode_version(body).version
         if version != LOG_VERSION:
             raise UnknownLogVersion(path, version)
-        return msgspec.msgpack.decode(body, type=FileStart), end
+        return _decode_start(body), end
     except msgspec.DecodeError as error:
         raise NotALogFile(f"FILE_START does not decode: {error}") from error
 

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 from contextlib import suppress
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -48,33 +48,48 @@ def keep_id(fs: FileSystem, data_dir: str) -> str:
     return found
 
 
+class EpochMasks(NamedTuple):
+    """Masks that turn topic ids into epochs (`epoch = id ^ mask`): that of a service, 0 unless it was restored or took
+    over, and that of the service before. None: there was none, or it is not known.
+    """
+
+    own: int = 0
+    former: int | None = None
+
+
+_Mask = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+
+
 class _RestoredNote(msgspec.Struct):
     version: int
     restored_ms: int
-    epoch_mask: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+    epoch_mask: _Mask
+    former_mask: _Mask | None = None
 
 
-def make_restored(fs: FileSystem, data_dir: str, now_ms: int, new_id: str = "") -> None:
+def make_restored(fs: FileSystem, data_dir: str, former: EpochMasks, now_ms: int, new_id: str = "") -> None:
     """Make a directory that was restored from an archive a service of its own: it gets another id (`new_id`, or any),
-    and its topics other epochs. Raise OSError.
+    and its topics other epochs than in the `former` service. Raise OSError.
     """
-    set_epoch_mask(fs, data_dir, secrets.randbits(64), now_ms)
+    set_epoch_masks(fs, data_dir, EpochMasks(secrets.randbits(64), former.own), now_ms)
     write_note_file(fs, data_dir, NAME, (new_id or secrets.token_hex(8)).encode())
 
 
-def set_epoch_mask(fs: FileSystem, data_dir: str, mask: int, now_ms: int) -> None:
-    """Note the mask that turns topic ids into epochs, 0 for none. Raise OSError."""
-    note = _RestoredNote(VERSION, now_ms, f"{mask:016x}")
-    write_note_file(fs, data_dir, RESTORED_NAME, msgspec.json.encode(note))
+def set_epoch_masks(fs: FileSystem, data_dir: str, masks: EpochMasks, now_ms: int) -> None:
+    """Note the masks of the directory. Raise OSError."""
+    own, former = (None if mask is None else f"{mask:016x}" for mask in masks)
+    assert own is not None
+    write_note_file(fs, data_dir, RESTORED_NAME, msgspec.json.encode(_RestoredNote(VERSION, now_ms, own, former)))
 
 
-def epoch_mask(fs: FileSystem, data_dir: str) -> int:
-    """Return the mask that turns topic ids into epochs (`epoch = id ^ mask`); 0 unless the directory was restored.
-    Raise OSError, also for a damaged file: without the mask readers would take restored topics for those that they
-    knew.
+def epoch_masks(fs: FileSystem, data_dir: str) -> EpochMasks:
+    """Return the masks of the directory. Raise OSError, also for a damaged file: without the mask readers would take
+    restored topics for those that they knew.
     """
     note = read_note_file(fs, data_dir, RESTORED_NAME, _RestoredNote, "restore the directory again")
-    return 0 if note is None else int(note.epoch_mask, 16)
+    if note is None:
+        return EpochMasks()
+    return EpochMasks(int(note.epoch_mask, 16), None if note.former_mask is None else int(note.former_mask, 16))
 
 
 class ArchiveNote(msgspec.Struct):

@@ -33,7 +33,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
-from topics.storage.service_id import archive_note, epoch_mask, known_id
+from topics.storage.service_id import archive_note, epoch_masks, known_id
 from topics.storage.snapshot import (
     HEADER_LEN,
     BadSnapshot,
@@ -244,7 +244,7 @@ class _Check:
                 self._report.note(f"{self._data_dir}: {problem}")
         except RefusedLog as refused:
             self._report.damaged(FileKind.FORMAT, refused.path, str(refused))
-        for read in (known_id, epoch_mask, archive_note, read_note):
+        for read in (known_id, epoch_masks, archive_note, read_note):
             try:
                 read(self._fs, self._data_dir)
             except OSError as error:

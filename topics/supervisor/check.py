@@ -286,7 +286,7 @@ def _format_problem(settings: Settings) -> str | None:
     data_dir = settings.data_dir
     try:
         with suppress(DataDirLocked), inspecting(data_dir):
-            service_id.epoch_mask(OsFileSystem(), data_dir)
+            service_id.epoch_masks(OsFileSystem(), data_dir)
             # Without `wal` the data are new, or a release that was interrupted has to start once more.
             if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
                 check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)

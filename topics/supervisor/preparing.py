@@ -16,7 +16,7 @@ from topics.storage import reshard
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem, boot_id, said
 from topics.storage.logfile import RefusedLog
-from topics.storage.service_id import epoch_mask
+from topics.storage.service_id import epoch_masks
 from topics.storage.snapshot import UnknownSnapshotVersion, plan_move
 from topics.storage.upgrade import check_upgrade, has_mark, write_mark
 from topics.storage.wal import WalSyncError, WalWriteError
@@ -30,7 +30,7 @@ def take_role(settings: Settings) -> Settings:
     """
     fs = OsFileSystem()
     settings = promoting.take_role(fs, settings, SystemClock())
-    epoch_mask(fs, settings.data_dir)
+    epoch_masks(fs, settings.data_dir)
     read_borrowed(fs, settings.data_dir)
     return settings
 

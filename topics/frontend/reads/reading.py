@@ -30,6 +30,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.log import SparseLines, get_logger
 from topics.shm.arena import ArenaReader, SlotState, TopicView
 from topics.storage.segment import CorruptSegment
+from topics.storage.service_id import EpochMasks
 
 
 def logical_view(view: TopicView, ttl_ms: int, records: LocatedRecords, now_ms: int) -> TopicView:
@@ -163,25 +164,32 @@ class TopicReader:
         shards: int,
         clock: Clock,
         cold: ColdTier | None = None,
-        epoch_mask: int = 0,
+        epoch_masks: EpochMasks = EpochMasks(),  # noqa: B008 — immutable
         not_leader: Callable[[], TopicsError | None] | None = None,
     ) -> None:
         """Records expire by `clock`. `cold` has the segments outside the data directory; None if none ever left it.
-        `epoch_mask` is that of `service_id.py`. In a service that follows another one `not_leader` returns the error
+        `epoch_masks` are those of `service_id.py`. In a service that follows another one `not_leader` returns the error
         for what only that one has.
         """
         self._arenas = arenas
         self.stores = RecordStores(files, SegmentCache(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
-        self._epoch_mask = epoch_mask
+        self._epoch_masks = epoch_masks
         self._not_leader = not_leader
         self._now_ms = 0
         self._failures = SparseLines(LOG_EVERY_S, lambda: clock.monotonic_ms() / 1000)
 
     def epoch_of(self, topic_id: int) -> int:
         """Return the `epoch` that names this instance of a topic to clients. A restore from an archive changes it."""
-        return topic_id ^ self._epoch_mask
+        return topic_id ^ self._epoch_masks.own
+
+    def former_epoch_of(self, view: TopicView) -> int | None:
+        """Return the epoch that the topic had before this service was restored or took over. It holds for cursors up to
+        `view.restored_seq`. None if the topic was made since.
+        """
+        former = self._epoch_masks.former
+        return None if former is None or not view.restored_seq else view.topic_id ^ former
 
     def is_beyond(self, view: TopicView, from_seq: int) -> bool:
         """True if this topic cannot have given out a cursor. A copy cannot know that: its leader may be ahead."""

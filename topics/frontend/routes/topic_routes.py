@@ -108,6 +108,9 @@ class TopicRoutes:
         }
         if self.settings.has_archive:
             answer["archived_seq"] = view.archived_seq
+        former = self.known.reader.former_epoch_of(view)
+        if former is not None:
+            answer |= {"former_epoch": f"{former:016x}", "restored_seq": view.restored_seq}
         return JsonReply(answer, with_copies=with_copies)
 
     @api.json_route("PUT", api.TOPIC_PATH, Route.PUT_TOPIC, KeyScope.ADMIN, "topics")

@@ -107,6 +107,7 @@ class Hosted:
                 *jobs,
                 (IS_QUEUE if topic.queue is not None else 0) | (HAS_CURSORS if len(topic.cursors) else 0),
                 topic.archived_seq,
+                topic.restored_seq,
             ),
         )
         ring.published()
