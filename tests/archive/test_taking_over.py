@@ -94,8 +94,7 @@ def test_a_service_that_was_restored_is_not_told_that_it_was_taken_over_from(tmp
             def told() -> list[str]:
                 return [line["reason"] for line in new.said() if line["role"] == "archiver" and "reason" in line]
 
-            poll("a failure", told)
-            assert "give each service a place of its own" in told()[0]
+            assert "give each service a place of its own" in poll("a failure", told)[0]
             assert not archiver(new)["taken_over"]
             write(new.client, "orders", 2)
             assert "give each service a place of its own" in new.run("check", "--json").stdout
