@@ -2256,7 +2256,6 @@ def test_a_record_is_found_behind_a_snapshot_that_ends_in_a_frame_of_two_pieces(
     keeping.append("b", 20, "disk")
     keeping.cut()
     keeping.append("a", 2, "disk")
-    shipper.ship()
     base = shipper.base().piece
     keeping.append("a", 1, "disk")
     last = shipper.ship().piece

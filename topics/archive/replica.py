@@ -94,6 +94,8 @@ class Replica:
         """True if the generation is closed, and all of it is here."""
         self._seen = self._seen_behind = 0
         """The last pieces that were seen in the archive, of this generation and of the next one."""
+        self.has_grown = False
+        """True if the last step saw more pieces there than the one before: a sign of the leader's life."""
         self._files: dict[str, str] = {}
         """Names of the base's objects, by their paths in the directory."""
         self._starts: list[LogStart] = []
@@ -135,12 +137,11 @@ class Replica:
 
     # -- moments
 
-    def step(self) -> bool:
-        """Lay out the new pieces of the archive. True if the archive has grown, which is a sign of the leader's life
-        even if only the next base can bring what is new.
-        """
+    def step(self) -> None:
+        """Lay out the new pieces of the archive."""
         looked_ms, generation = self._clock.now_ms(), self.note.generation
         last = self.archive.last_piece(generation, self.laid_piece)
+        self.has_grown, self._seen = last > self._seen, last
         wanted = range(self.laid_piece + 1, last + 1)
         try:
             for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
@@ -159,9 +160,8 @@ class Replica:
         if wanted:
             self.end_at_base()
         behind = self.archive.last_piece(generation + 1, self._seen_behind) if self.is_over else 0
-        has_grown = last > self._seen or behind > self._seen_behind
-        self._seen, self._seen_behind = last, behind
-        return has_grown
+        self.has_grown |= behind > self._seen_behind
+        self._seen_behind = behind
 
     def take_tail(self, piece: Piece, payload: memoryview, asked_ms: int) -> bool:
         """Lay out what the leader itself has told. False, without an effect, if a file of a transaction has changed:
