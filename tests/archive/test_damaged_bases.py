@@ -18,7 +18,7 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive import shipping
 from topics.archive.inspection import check, prune
-from topics.archive.restoring import Restore, WantedMoment, last_whole_ms, plan
+from topics.archive.restoring import NotThereError, Restore, WantedMoment, last_whole_ms, plan
 from topics.core.clock import iso
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, FileRef, base_name, open_archive, piece_name
@@ -302,6 +302,23 @@ def test_behind_a_base_in_a_bad_place_of_the_disk_another_one_is_made(based: Bas
     assert plan(archive, WantedMoment()).base.number == newest
     rig.shard.close()
     rig.close()
+
+
+def test_a_time_before_a_base_that_is_damaged_with_its_piece_is_found(based: Based) -> None:
+    """The restore was refused: nothing told the time of that base."""
+    archive, taken_ms = based.archive, based.archive.base(1, based.second)[0].taken_ms
+    for name in (base_name(1, based.last), piece_name(1, based.last)):
+        based.damage(name)
+    assert plan(archive, WantedMoment(ts_ms=taken_ms)).base.number == based.second
+    with pytest.raises(NotThereError, match="is before the first moment"):
+        plan(archive, WantedMoment(ts_ms=1))
+    with pytest.raises(ArchiveDamagedError, match=piece_name(1, based.last)):
+        plan(archive, WantedMoment(ts_ms=based.clock.ms))
+    for name in (base_name(1, based.first), piece_name(1, based.first)):
+        based.damage(name)
+    assert plan(archive, WantedMoment(ts_ms=taken_ms)).base.number == based.second
+    with pytest.raises(ArchiveDamagedError, match=piece_name(1, based.first)):
+        plan(archive, WantedMoment(ts_ms=1))
 
 
 def test_a_backup_makes_a_base_behind_any_damaged_piece(tmp_path: Path) -> None:

@@ -320,9 +320,7 @@ def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callab
 
 
 def prove(archive: Archive, generation: int, base: Base, last: int = 0) -> None:
-    """Read all pieces that the moment of a base needs, and those behind it up to `last`. Raise ArchiveDamagedError,
-    OSError.
-    """
+    """Read the pieces that the moment of a base needs, and those up to `last`. Raise ArchiveDamagedError, OSError."""
     pieces = map(partial(archive.piece, generation), range(base.first_piece, base.number + 1))
     if lacks := gap(base, (piece for piece, _ in pieces)):
         place = archive.store.place(piece_name(generation, lacks))

@@ -104,9 +104,7 @@ class PromotionStatus(msgspec.Struct, frozen=True):
 
     age_ms: int
     begun: bool
-    """True once the takeover has begun, by a command or because the leader is gone: nobody can withdraw it, and it goes
-    on by itself. `age_ms` is since then.
-    """
+    """True once the takeover has begun: nobody can withdraw it, and it goes on by itself. `age_ms` is since then."""
 
 
 class ArchiverStatus(msgspec.Struct, frozen=True):
