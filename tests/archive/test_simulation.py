@@ -763,12 +763,35 @@ def test_a_running_archiver_makes_a_base_behind_a_damaged_piece(
         service.world.clock.ms += archiver.BASE_RETRY_MS
         for _ in range(4):
             service.ship(0)
-    told = [line["reason"] for line in logs if "behind the next snapshot" in line["event"]]
+    told = [line["reason"] for line in logs if "once a snapshot is behind it" in line["event"]]
     assert [piece_name(1, number) in reason for reason in told] == [True]
     found = plan(service.archive, WantedMoment())
     assert found.base.number > last
     assert all(service.archive.piece(1, no) for no in found.pieces)
     service.bucket.objects[piece_name(1, number)] = whole[:-1] + bytes([whole[-1] ^ 1])
+
+
+def test_an_idle_archiver_makes_a_base_behind_a_damaged_piece_at_once(service: Archiving) -> None:
+    service.world.keep_ms = 7 * archiver.BASE_MS
+    service.archiver_dies(0)
+    ship_bases(service)
+    for _ in range(6):
+        service.ship(0)
+    last = service.archive.bases(1)[-1]
+    service.append("a", 3, "disk")
+    service.ship(0)
+    service.cut()
+    service.ship(0)  # the marks of the cut
+    number = service.archive.last_piece(1, last)
+    assert number == last + 2
+    whole = service.bucket.objects[damage(service, piece_name(1, last + 1))]
+    service.world.clock.ms += archiver.PRUNE_MS
+    for _ in range(4):
+        service.ship(0)
+    found = plan(service.archive, WantedMoment())
+    assert found.base.number > number
+    assert found.base.first_piece > last + 1
+    service.bucket.objects[piece_name(1, last + 1)] = whole[:-1] + bytes([whole[-1] ^ 1])
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from topics.archive.base_files import BaseFiles
@@ -58,7 +59,7 @@ PIECE_ENDS_MAX: Final = 4096
 """Pieces whose ends a shipper remembers. It reads older pieces again."""
 
 _BASE_DAMAGED: Final = "the newest base cannot be read, so another one is made at once"
-_PIECE_DAMAGED: Final = "a piece that the newest moments need is damaged: another base is made behind the next snapshot"
+_PIECE_DAMAGED: Final = "a piece that the newest moments need is damaged: a base is made once a snapshot is behind it"
 
 log = get_logger()
 
@@ -195,7 +196,7 @@ class Shipper:
         except ArchiveDamagedError as damage:
             self._archive.has_generation(generation.number)  # raises OSError if the store is away
             if what == _PIECE_DAMAGED:
-                self._whole_behind = self.ends
+                self._whole_behind = self._ends_of_damage(generation.number, base.first_piece)
             self._damaged = base
             if base is self.last_base:  # else a newer one may have let this one be pruned
                 log.error(what, reason=str(damage))
@@ -466,13 +467,22 @@ class Shipper:
             low, high = (low, middle) if is_behind else (middle, high)
         return high
 
+    def _ends_of_damage(self, generation: int, first: int) -> list[WalPosition]:
+        """Return the ends of the logs in the last damaged piece from `first` on."""
+        number = self._number
+        with suppress(ArchiveDamagedError):
+            while number > first:
+                self._archive.piece(generation, number)
+                number -= 1
+        return [end.position for end in self._ends_of(generation, number)]
+
     def _ends_of(self, generation: int, number: int) -> list[LogEnd]:
         """Return the ends of the logs in a piece. If that is damaged, the next one tells where it goes on."""
         try:
             return self._archive.piece(generation, number)[0].ends
         except ArchiveDamagedError:
             if number == self._number:
-                raise
+                return self._ends
             behind, _ = self._archive.piece(generation, number + 1)
             firsts = {part.shard: WalPosition(part.file_no, part.offset) for part in reversed(behind.parts)}
             return [LogEnd(end.shard, end.log_id, firsts.get(end.shard, end.position)) for end in behind.ends]
