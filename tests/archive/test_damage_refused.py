@@ -19,13 +19,13 @@ from tests.archive.test_borrowing import FS
 from tests.archive.test_borrowing_followers import follower, missing, with_segments
 from tests.archive.test_borrowing_followers import ship_bases as ship_more
 from tests.archive.test_damaged_bases import Based
-from tests.archive.test_simulation import begun, follow_and_go_back, ship_bases, stay_behind_a_hole
+from tests.archive.test_simulation import begun, follow_and_go_back, followed, ship_bases, stay_behind_a_hole
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.cli import restore
 from topics.frontend.txn.coordinator import Stages
-from topics.shm.control import EXIT_AGAIN
+from topics.shm.control import EXIT_AGAIN, Role
 from topics.storage import layout
 from topics.storage.archive_objects import (
     Archive,
@@ -426,3 +426,60 @@ def test_a_follower_says_once_that_the_newest_base_is_damaged(service: Archiving
     assert [line for line in told if "base cannot be taken" in line] == told
     assert len(told) == 1
     service.bucket.objects[name] = whole
+
+
+@pytest.mark.parametrize("wanted", ["by nobody", "by command", "by itself"])
+def test_a_follower_that_cannot_take_over_says_so(service: Archiving, wanted: str) -> None:
+    """Nothing but its log told it, and no takeover by itself tried: each look at the damage counted as a sign."""
+    rig = followed(service, takeover_after_ms="5000" if wanted == "by itself" else "0")
+    cell = rig.shared.control.cell(Role.ARCHIVER, 0)
+    service.append("a", 1, "archived")
+    service.ship(0)
+    name = piece_name(1, service.archive.last_piece(1, 0))
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "cut")
+    with capture_logs() as logs:
+        if wanted == "by command":
+            rig.follower.ask_promotion()
+        for _ in range(3):
+            rig.clock.ms += 4000
+            rig.follower.step()
+            if wanted == "by itself":
+                assert not [line for line in logs if "cannot take over" in line["event"]], "the leader lives"
+                service.append("a", 1, "disk")
+                service.ship(0)
+        assert cell.get("takeover_blocked") == 1
+        rig.clock.ms += 5000
+        rig.follower.step()  # sees the last piece
+        rig.clock.ms += 5000
+        for _ in range(3):
+            rig.follower.step()
+    told = [line for line in logs if "cannot take over" in line["event"]]
+    assert [name in line["reason"] for line in told] == [True] * (wanted != "by nobody")
+    assert bool(rig.replica.note.fence_id) == (wanted == "by command"), "the leader may come back"
+    service.bucket.objects[name] = whole
+    rig.follower.step()
+    assert cell.get("takeover_blocked") == 0
+    assert rig.leads == (wanted != "by nobody")
+
+
+def test_a_leader_that_comes_back_leads_on_though_its_follower_was_blocked(service: Archiving) -> None:
+    rig = followed(service, takeover_after_ms="5000")
+    service.append("a", 1, "archived")
+    service.ship(0)
+    name = piece_name(1, service.archive.last_piece(1, 0))
+    whole = service.bucket.objects[name]
+    service.bucket.objects[name] = harmed(whole, "cut")
+    for _ in range(3):
+        rig.clock.ms += 6000
+        rig.follower.step()
+    service.append("a", 1, "archived")
+    service.ship(0)
+    service.bucket.objects[name] = whole
+    for _ in range(2):
+        rig.clock.ms += 3000
+        rig.follower.step()
+        assert not rig.replica.note.fence_id
+    rig.clock.ms += 3000
+    rig.follower.step()
+    assert rig.leads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive import shipping
 from topics.archive.inspection import check, prune
-from topics.archive.restoring import Restore, WantedMoment, last_whole_ms, plan
+from topics.archive.restoring import NotThereError, Restore, WantedMoment, last_whole_ms, plan
 from topics.core.clock import iso
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, FileRef, base_name, open_archive, piece_name
@@ -80,9 +81,11 @@ class BadSectors(OsFileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.bad: set[str] = set()
+        self.bad_once: set[str] = set()
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
-        if os.readlink(f"/proc/self/fd/{fd}") in self.bad:
+        if (path := os.readlink(f"/proc/self/fd/{fd}")) in self.bad:
+            self.bad -= {path} & self.bad_once
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().pread(fd, length, offset)
 
@@ -299,6 +302,62 @@ def test_behind_a_base_in_a_bad_place_of_the_disk_another_one_is_made(based: Bas
     assert plan(archive, WantedMoment()).base.number == newest
     rig.shard.close()
     rig.close()
+
+
+def test_a_time_before_a_base_that_is_damaged_with_its_piece_is_found(based: Based) -> None:
+    """The restore was refused: nothing told the time of that base."""
+    archive, taken_ms = based.archive, based.archive.base(1, based.second)[0].taken_ms
+    for name in (base_name(1, based.last), piece_name(1, based.last)):
+        based.damage(name)
+    assert plan(archive, WantedMoment(ts_ms=taken_ms)).base.number == based.second
+    with pytest.raises(NotThereError, match="is before the first moment"):
+        plan(archive, WantedMoment(ts_ms=1))
+    with pytest.raises(ArchiveDamagedError, match=piece_name(1, based.last)):
+        plan(archive, WantedMoment(ts_ms=based.clock.ms))
+    for name in (base_name(1, based.first), piece_name(1, based.first)):
+        based.damage(name)
+    assert plan(archive, WantedMoment(ts_ms=taken_ms)).base.number == based.second
+    with pytest.raises(ArchiveDamagedError, match=piece_name(1, based.first)):
+        plan(archive, WantedMoment(ts_ms=1))
+
+
+def test_a_backup_makes_a_base_behind_any_damaged_piece(tmp_path: Path) -> None:
+    """It was refused if it looked for the begin of its logs just there."""
+    (tmp_path / "data").mkdir()
+    rig = Rig(str(tmp_path / "data"))
+    shipper = shipper_of(rig, Archive(open_archive(FS, str(tmp_path / "archive"))))
+    shipper.base()
+    for number in range(8):
+        rig.append("t", b"%d" % number)
+        last = shipper.ship().piece
+    rig.append("t", b"behind")
+    Compaction(rig).cut()
+    rig.append("t", b"last")
+    for number in range(2, last):
+        shutil.copytree(tmp_path / "archive", tmp_path / f"archive-{number}")
+        archive = Archive(open_archive(FS, str(tmp_path / f"archive-{number}")))
+        path = Path(archive.store.place(piece_name(1, number)))
+        path.write_bytes(harmed(path.read_bytes(), "cut"))
+        made = shipper_of(rig, archive).base().piece
+        found = plan(archive, WantedMoment())
+        assert found.base.number == found.moment.number == made
+        assert all(archive.piece(1, number) for number in found.pieces)
+    rig.shard.close()
+    rig.close()
+
+
+def test_a_base_that_a_disk_fails_to_read_once_leaves_no_files_behind(based: Based) -> None:
+    """It was pruned without its list of files, which stayed as long as their generation."""
+    disk = BadSectors()
+    archive = Archive(open_archive(disk, str(based.place)))
+    for number in (based.first, based.second):
+        disk.bad.add(archive.store.place(base_name(1, number)))
+    disk.bad_once = set(disk.bad)
+    pruned = prune(archive, based.clock.ms + 1)
+    assert (pruned.bases, pruned.damaged, disk.bad) == (2, [], set())
+    assert archive.bases(1) == [based.last]
+    assert set(archive.store.list("g00000001.files/")) == {ref.name for ref in archive.base(1, based.last)[0].files}
+    assert pruned.files
 
 
 def test_files_in_a_bad_place_of_the_disk_are_put_beside(tmp_path: Path) -> None:

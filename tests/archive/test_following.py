@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -279,6 +280,12 @@ def test_a_promotion_that_waits_is_shown_and_withdrawn(tmp_path: Path) -> None:
         done = follower.run("promote", "--cancel", "--json")
         assert (done.returncode, json.loads(done.stdout)["pid"]) == (0, follower.pid), done.stderr
         assert archiver(follower)["promotion"] is None
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(follower.run, "promote")
+            poll("it waits", lambda: archiver(follower)["promotion"])
+            assert follower.run("promote", "--cancel").returncode == 0
+            done = waiting.result()
+        assert (done.returncode, "somebody has withdrawn it" in done.stderr) == (1, True), "it ends at once"
         away.rename(place / "archive")
         write(leader.client, "orders", 2)
         follows(follower, leader, "orders")

@@ -735,6 +735,66 @@ def test_a_running_archiver_replaces_a_damaged_newest_base(
     service.bucket.objects[name] = whole if is_missing else whole[:-1] + bytes([whole[-1] ^ 1])
 
 
+@pytest.mark.parametrize("starts_again", [False, True])
+@pytest.mark.parametrize("needed_by", ["the base", "a moment behind it"])
+def test_a_running_archiver_makes_a_base_behind_a_damaged_piece(
+    service: Archiving, needed_by: str, starts_again: bool
+) -> None:
+    """It looked at its newest base alone. For up to a day no last moment could be restored, and nobody knew."""
+    service.world.keep_ms = 7 * archiver.BASE_MS
+    service.archiver_dies(0)
+    ship_bases(service)
+    service.append("a", 3, "disk")
+    for _ in range(6):
+        service.ship(0)
+    last = service.archive.bases(1)[-1]
+    number = service.archive.base(1, last)[0].first_piece if needed_by == "the base" else last + 1
+    service.append("a", 3, "disk")
+    service.ship(0)
+    assert service.archive.bases(1)[-1] == last
+    whole = service.bucket.objects[damage(service, piece_name(1, number))]
+    if starts_again:
+        service.archiver_dies(0)
+    service.world.clock.ms += archiver.PRUNE_MS
+    with capture_logs() as logs:
+        for _ in range(4):
+            service.ship(0)
+        assert service.archive.bases(1)[-1] == last, "another one of this snapshot would need the piece, too"
+        service.cut()
+        service.world.clock.ms += archiver.BASE_RETRY_MS
+        for _ in range(4):
+            service.ship(0)
+    told = [line["reason"] for line in logs if "once a snapshot is behind it" in line["event"]]
+    assert [piece_name(1, number) in reason for reason in told] == [True]
+    found = plan(service.archive, WantedMoment())
+    assert found.base.number > last
+    assert all(service.archive.piece(1, no) for no in found.pieces)
+    service.bucket.objects[piece_name(1, number)] = whole[:-1] + bytes([whole[-1] ^ 1])
+
+
+def test_an_idle_archiver_makes_a_base_behind_a_damaged_piece_at_once(service: Archiving) -> None:
+    service.world.keep_ms = 7 * archiver.BASE_MS
+    service.archiver_dies(0)
+    ship_bases(service)
+    for _ in range(6):
+        service.ship(0)
+    last = service.archive.bases(1)[-1]
+    service.append("a", 3, "disk")
+    service.ship(0)
+    service.cut()
+    service.ship(0)  # the marks of the cut
+    number = service.archive.last_piece(1, last)
+    assert number == last + 2
+    whole = service.bucket.objects[damage(service, piece_name(1, last + 1))]
+    service.world.clock.ms += archiver.PRUNE_MS
+    for _ in range(4):
+        service.ship(0)
+    found = plan(service.archive, WantedMoment())
+    assert found.base.number > number
+    assert found.base.first_piece > last + 1
+    service.bucket.objects[piece_name(1, last + 1)] = whole[:-1] + bytes([whole[-1] ^ 1])
+
+
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_follower_begins_with_an_older_base_if_the_newest_one_is_damaged(service: Archiving, harm: str) -> None:
     """It could not begin, though an older base and the pieces behind it were there. When the next base comes, it takes

@@ -30,7 +30,7 @@ from tests.e2e.browser import Browser, find_browser
 from tests.e2e.fetch_axe import FETCHED
 from tests.e2e.npm_package import CannotFetchError
 from tests.e2e.vendor_console import VENDOR, vendored
-from tests.harness import Service, poll
+from tests.harness import OWN_URL, Service, poll
 from topics.archive.ownership import take_over
 from topics.core.clock import SystemClock
 from topics.storage.archive_objects import Archive, open_archive
@@ -255,6 +255,19 @@ def test_the_overview_warns_of_a_service_that_was_taken_over(tmp_path: Path) -> 
         take_over(archive, archive.generations()[-1], SystemClock(), "another machine")
         former.client.post("/v0/topics/orders", json={"records": [{"data": 1}]})  # refused if it knows by now
         shows(opened, "Another service took over from this one", ".warnings")
+
+
+@needs_browser
+def test_the_overview_names_the_service_that_leads_now(tmp_path: Path) -> None:
+    """Only answers of the API named it, and the log."""
+    assert COMMAND is not None
+    env = {"TOPICS_ARCHIVE_INTERVAL_MS": "50", "TOPICS_ADVERTISE_URL": OWN_URL}
+    with Service(env=env | {"TOPICS_ARCHIVE_URL": tmp_path.as_uri()}) as former:
+        poll("a base", lambda: former.status()["archiver"]["bases"] > 0)
+        with Service(env=env | {"TOPICS_FOLLOW": tmp_path.as_uri()}) as heir:
+            assert heir.run("promote").returncode == 0
+            with Browser(COMMAND, f"{former.url}/console") as opened:
+                shows(opened, f"Send clients to {heir.url}.", ".warnings")
 
 
 @needs_browser

@@ -18,7 +18,7 @@ from tests.harness import COMMAND, Service, clean_environment, poll
 from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm import shm_names
-from topics.shm.control import ProcessState, Role
+from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage.borrowed import NAME as BORROWED_NAME
 from topics.storage.filesystem import OsFileSystem
@@ -250,6 +250,24 @@ def test_a_promotion_that_has_begun_cannot_be_withdrawn(tmp_path: Path) -> None:
     lock.release()
 
 
+@contextlib.contextmanager
+def beating(cell: ProcessCell) -> Iterator[None]:
+    """Have a process show that it lives, inside the block."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.01):
+            cell.add("heartbeat_ms")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_a_promotion_that_waits_is_told_from_one_that_somebody_withdrew(tmp_path: Path) -> None:
     """This process stands for the follower's."""
     lock, place = DataDirLock.acquire(str(tmp_path)), str(tmp_path)
@@ -270,6 +288,8 @@ def test_a_promotion_that_waits_is_told_from_one_that_somebody_withdrew(tmp_path
         cancel(place, 60_000)
     with answering(signal.SIGUSR1), pytest.raises(TimeoutError, match="; somebody has withdrawn it"):
         promote(place, 1)
+    with answering(signal.SIGUSR1), beating(cell), pytest.raises(OSError, match=r"^somebody has withdrawn it"):
+        promote(place, 60_000)  # it heard of that after its time
     with answering(signal.SIGUSR1, promotion_ms=5), pytest.raises(TimeoutError, match="it goes on to try"):
         promote(place, 1)
     with answering(signal.SIGUSR2, promotion_begun=1), pytest.raises(OSError, match="it has begun to take over"):

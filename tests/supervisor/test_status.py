@@ -403,13 +403,20 @@ def test_the_row_of_the_archive_says_what_its_lag_is(
 @pytest.mark.parametrize(
     ("promotion", "said"),
     [
-        ((90_000, False), "`topics-supervisor promote --cancel` withdraws it"),
-        ((90_000, True), "it has begun to take over, and goes on by itself"),
+        ((90_000, False), "promotion was asked for {}: `topics-supervisor promote --cancel` withdraws it"),
+        ((90_000, True), "takeover has begun {}: it goes on by itself"),
     ],
 )
 def test_a_line_says_that_a_promotion_waits(promotion: tuple[int, bool], said: str) -> None:
+    """One that had begun by itself "was asked for"."""
     waits = PromotionStatus(*promotion)
     archiver = ArchiverStatus(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, taken_over=False, follows=True, promotion=waits)
     last = render(Status(state="running", data_dir="d", pid=1, archiver=archiver)).splitlines()[-1]
-    waits_for = "has not come about (its log says what it waits for)"
-    assert last == f"a promotion was asked for 1 min 30 s ago and {waits_for}: {said}"
+    assert last == f"a {said.format('1 min 30 s ago and has not come about (the log says why)')}"
+
+
+def test_a_line_says_that_a_copy_cannot_take_over() -> None:
+    archiver = ArchiverStatus(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, taken_over=False, follows=True, takeover_blocked=True)
+    last = render(Status(state="running", data_dir="d", pid=1, archiver=archiver)).splitlines()[-1]
+    why = "an object that it needs in the archive is damaged, and the log names it"
+    assert last == f"this service cannot take over: {why}"

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
 from topics.archive.ownership import OtherShipperError, TakenOverError
-from topics.archive.shipping import PIECE_BYTES, NoMomentError, Shipped, Shipper
+from topics.archive.shipping import PIECE_BYTES, NoMomentError, OldSnapshotError, Shipped, Shipper
 from topics.core.clock import Clock, ExpiryClock, doubled_ms
 from topics.log import get_logger
 from topics.shm.control import ControlPage, Role, log_bytes
@@ -40,7 +40,9 @@ BASE_MS: Final = 86_400_000
 the last base that has it.
 """
 BASE_RETRY_MS: Final = 60_000
-"""The pause before another try of a base if a file of a segment cannot be read: each try reads the others again."""
+"""The pause before another try of a base if a file of a segment cannot be read (each try reads the others again), or a
+later snapshot is needed.
+"""
 PRUNE_MS: Final = 3_600_000
 LEADER_SIGN_MS: Final = 2_000
 
@@ -215,9 +217,13 @@ class Archiver:
         """Begin a base that is due, or end the one whose files are copied."""
         if self._underway is None:
             if self._is_base_due(shipper):
-                with suppress(OriginGoneError):  # a newer snapshot has taken its place: next time
+                try:
                     files = shipper.begin_base()
                     self._underway = _BaseUnderway(files, self._helpers.submit(files.copy))
+                except OldSnapshotError:
+                    self._base_not_before_ms = self._clock.monotonic_ms() + BASE_RETRY_MS
+                except OriginGoneError:
+                    ...  # a newer snapshot has taken its place: next time
             return
         files, work = self._underway
         if not work.done():

@@ -121,8 +121,8 @@ class Follower:
 
     def _show_promotion(self) -> None:
         """Show that a promotion is under way, which nobody can withdraw."""
-        self._cell.set("promotion_begun", 1)
-        self.ask_promotion()
+        if not self._cell.get("promotion_begun"):
+            self._cell.set_all({"promotion_ms": self._clock.now_ms(), "promotion_begun": 1})
 
     def work(self, stop: threading.Event) -> None:
         """Follow until `stop` is set or `exit_code` says how the process has to end."""
@@ -180,14 +180,19 @@ class Follower:
             log.error("cannot follow", reason=str(error))
             self.exit_code = EXIT_REFUSED
         except _FAILURES as error:
-            is_damaged = isinstance(error, ArchiveDamagedError)
-            self._fail(_PROMOTING if is_damaged and self._replica.note.fence_id else _FOLLOWING, error)
+            is_blocked = isinstance(error, ArchiveDamagedError)
+            if is_blocked:
+                cell.set("takeover_blocked", 1)
+            is_wanted = bool(self._replica.note.fence_id) or self._is_leader_gone(False)
+            self._fail(_PROMOTING if is_blocked and is_wanted else _FOLLOWING, error)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             return pause_ms / 1000
         else:
             self._failures = 0
             self._told.pop(_FOLLOWING, None)
+            self._told.pop(_PROMOTING, None)
+            cell.set("takeover_blocked", 0)
         return 0
 
     def _fail(self, what: str, error: Exception) -> None:
@@ -247,16 +252,18 @@ class Follower:
         self._newest, moment = None, self._replica.note.piece
         try:
             with self._uncounted():
-                has_news = self._replica.step()
+                self._replica.step()
         except _FAILURES as error:
-            self._has_sign()  # counts as a sign: the leader may not reach the archive either
+            if self._replica.has_grown or not isinstance(error, ArchiveDamagedError):
+                self._has_sign()  # the leader lives, or may not reach the archive either
             if isinstance(error, ArchiveDamagedError):  # a base may be behind the damage
                 self._begin_promotion()
-                self._tend_base()
+                with self._uncounted():
+                    self._tend_base()
             raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")
-        return has_news
+        return self._replica.has_grown
 
     def _show(self) -> None:
         """Show the shards how far they may read their logs, and everybody how old that state may be."""

@@ -87,14 +87,13 @@ class Pruned(msgspec.Struct, frozen=True):
 
 def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigures]:
     """Return all generations, ascending. `told` hears how many bases of how many were read. Raise OSError."""
-    return _beside_prunings(
-        lambda: [_figures(found) for found in _look(archive, told)],
-        lambda found: [damage for generation in found for damage in generation.damaged],
-    )
+    return list(map(_figures, _look(archive, told)))
 
 
 def _beside_prunings(work: Callable[[], _Result], damaged: Callable[[_Result], list[str]]) -> _Result:
-    """Repeat the work until it finds the same damage twice: an object that it lacks may just have been pruned."""
+    """Repeat the work until it finds the same damage twice: an object that it lacks may just have been pruned, and a
+    disk may fail to read one for a moment.
+    """
     found: list[str] = []
     while (now := damaged(result := work())) != found:
         found = now
@@ -102,6 +101,11 @@ def _beside_prunings(work: Callable[[], _Result], damaged: Callable[[_Result], l
 
 
 def _look(archive: Archive, told: Told) -> list[_Found]:
+    look = partial(_look_once, archive, told)
+    return _beside_prunings(look, lambda found: [line for one in found for line in one.damaged])
+
+
+def _look_once(archive: Archive, told: Told) -> list[_Found]:
     work = [(number, archive.bases(number)) for number in archive.generations()]
     found, done, total = [], 0, sum(len(base_numbers) for _, base_numbers in work)
     for number, base_numbers in work:
@@ -245,7 +249,7 @@ def _prune(archive: Archive, before_ms: int, removed: Counter[str], told: Told) 
     @cache
     def is_proven(generation: int, base_no: int) -> bool:
         try:
-            _prove(archive, generation, readable[generation, base_no])
+            prove(archive, generation, readable[generation, base_no])
         except ArchiveDamagedError as damage:
             if not any(line.startswith(str(damage)) for line in damaged):
                 damaged.append(f"{damage}; put it back from a copy: until then an older moment stays, too")
@@ -315,12 +319,14 @@ def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callab
     return []
 
 
-def _prove(archive: Archive, generation: int, base: Base) -> None:
-    """Read all pieces that the moment of a base needs. Raise ArchiveDamagedError, OSError."""
+def prove(archive: Archive, generation: int, base: Base, last: int = 0) -> None:
+    """Read the pieces that the moment of a base needs, and those up to `last`. Raise ArchiveDamagedError, OSError."""
     pieces = map(partial(archive.piece, generation), range(base.first_piece, base.number + 1))
     if lacks := gap(base, (piece for piece, _ in pieces)):
         place = archive.store.place(piece_name(generation, lacks))
         raise ArchiveDamagedError(f"{place}: does not go on where piece {lacks - 1} ends")
+    for number in range(base.number + 1, last + 1):
+        archive.piece(generation, number)
 
 
 def _may_go_on(found: _Found, removal: Removal, is_proven: _Proof) -> bool:

@@ -94,6 +94,8 @@ class Replica:
         """True if the generation is closed, and all of it is here."""
         self._seen = self._seen_behind = 0
         """The last pieces that were seen in the archive, of this generation and of the next one."""
+        self.has_grown = False
+        """True if the last step saw more pieces there than the one before: a sign of the leader's life."""
         self._files: dict[str, str] = {}
         """Names of the base's objects, by their paths in the directory."""
         self._starts: list[LogStart] = []
@@ -139,12 +141,11 @@ class Replica:
 
     # -- moments
 
-    def step(self) -> bool:
-        """Lay out the new pieces of the archive. True if the archive has grown, which is a sign of the leader's life
-        even if only the next base can bring what is new.
-        """
+    def step(self) -> None:
+        """Lay out the new pieces of the archive."""
         looked_ms, generation = self._clock.now_ms(), self.note.generation
         last = self.archive.last_piece(generation, self.laid_piece)
+        self.has_grown, self._seen = last > self._seen, last
         wanted, moments = range(self.laid_piece + 1, last + 1), 0
         try:
             for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
@@ -164,9 +165,8 @@ class Replica:
         if wanted:
             self.end_at_base()
         behind = self.archive.last_piece(generation + 1, self._seen_behind) if self.is_over else 0
-        has_grown = last > self._seen or behind > self._seen_behind
-        self._seen, self._seen_behind = last, behind
-        return has_grown
+        self.has_grown |= behind > self._seen_behind
+        self._seen_behind = behind
 
     def _has_looked(self, now_ms: int, moments: int) -> None:
         """Note of when the state is after a look that took all there was, with so many moments. A leader that gives

@@ -106,17 +106,24 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
     if wanted.topic is not None:
         return _plan_of_record(archive, numbers, wanted.topic, wanted.seq)
     earliest_ms = 0
+    damage: ArchiveDamagedError | None = None
     for number in reversed(numbers):
         bases = archive.bases(number)
         last = archive.last_piece(number, bases[-1]) if bases else 0
         for base_no in reversed(bases):
             if wanted.ts_ms is None:
                 return _way(archive, number, bases, range(last, base_no - 1, -1))
-            earliest_ms = _taken_ms(archive, number, base_no)
+            try:
+                earliest_ms, damage = _taken_ms(archive, number, base_no), None
+            except ArchiveDamagedError as error:
+                damage = error
+                continue  # an older base may be of that time
             if earliest_ms <= wanted.ts_ms:
                 until = _last_at(archive, number, base_no, last, wanted.ts_ms)
                 return _way(archive, number, bases, range(until, base_no - 1, -1))
             last = base_no - 1
+    if damage is not None:
+        raise damage
     if wanted.ts_ms is None or not earliest_ms:
         raise NotThereError(f"{place}: {_NO_BASE}")
     raise NotThereError(f"{place}: {iso(wanted.ts_ms)} is before the first moment, which is of {iso(earliest_ms)}")

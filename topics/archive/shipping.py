@@ -14,9 +14,11 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from topics.archive.base_files import BaseFiles
+from topics.archive.inspection import prove
 from topics.archive.ownership import (
     OtherShipperError,
     TakenOverError,
@@ -57,12 +59,17 @@ PIECE_ENDS_MAX: Final = 4096
 """Pieces whose ends a shipper remembers. It reads older pieces again."""
 
 _BASE_DAMAGED: Final = "the newest base cannot be read, so another one is made at once"
+_PIECE_DAMAGED: Final = "a piece that the newest moments need is damaged: a base is made once a snapshot is behind it"
 
 log = get_logger()
 
 
 class NoMomentError(Exception):
     """No moment can be taken now: a shard recovers, or transactions follow each other too fast. Try again later."""
+
+
+class OldSnapshotError(OriginGoneError):
+    """Only a base of a later snapshot is of use."""
 
 
 class Shipped(NamedTuple):
@@ -112,7 +119,9 @@ class Shipper:
         self.last_base: Base | None = None
         """The newest base; without one nothing can be restored."""
         self._damaged: Base | None = None
-        """The newest base that was found to be damaged."""
+        """The newest base that was found to be damaged, or to need a damaged piece."""
+        self._whole_behind: list[WalPosition] = []
+        """A base whose snapshot ends here or behind needs no piece that was found to be damaged; none without one."""
         self._files: dict[str, FileRef] = {}
         """Files of the newest base, by their paths."""
         self._number = 0
@@ -174,15 +183,23 @@ class Shipper:
         return not self.is_based or self.last_base is self._damaged
 
     def look_at_base(self) -> None:
-        """Find out whether the newest base can still be read. Another thread may call this. Raise OSError."""
-        base, generation = self.last_base, self._generation
-        if base is not None and generation is not None:
-            try:
-                self._archive.base(generation.number, base.number)
-            except ArchiveDamagedError as damage:
-                self._archive.has_generation(generation.number)  # raises OSError if the store is away
-                self._damaged = base
-                log.error(_BASE_DAMAGED, reason=str(damage))
+        """Find out whether the newest base, and all pieces that the moments from then on need, can still be read.
+        Another thread may call this. Raise OSError.
+        """
+        base, generation, what = self.last_base, self._generation, _BASE_DAMAGED
+        if base is None or generation is None:
+            return
+        try:
+            self._archive.base(generation.number, base.number)
+            what = _PIECE_DAMAGED
+            prove(self._archive, generation.number, base, self._number)
+        except ArchiveDamagedError as damage:
+            self._archive.has_generation(generation.number)  # raises OSError if the store is away
+            if what == _PIECE_DAMAGED:
+                self._whole_behind = self._ends_of_damage(generation.number, base.first_piece)
+            self._damaged = base
+            if base is self.last_base:  # else a newer one may have let this one be pruned
+                log.error(what, reason=str(damage))
 
     @property
     def ends(self) -> list[WalPosition]:
@@ -228,12 +245,15 @@ class Shipper:
         """Return the files that the newest snapshot needs. The caller copies them, perhaps in another thread, and
         passes them to `end_base`. If the log's unshipped bytes are gone, it goes on at the snapshot.
 
-        Raise OriginGoneError if logs behind the snapshot were removed: begin again.
+        Raise OriginGoneError if logs behind the snapshot were removed: begin again. Raise OldSnapshotError if the base
+        would need a piece that is damaged.
         """
         assert self._generation is not None
         snapshot = load_snapshot(self._origin.fs, self._origin.data_dir)
         logs, _ = self._moment(None)
         starts = [self._origin.start(log, snapshot) for log in logs]
+        if any(start.position < end for start, end in zip(starts, self._whole_behind, strict=False)):
+            raise OldSnapshotError("a base of the newest snapshot would need a damaged piece")
         self._go_on(logs, starts)
         return BaseFiles(self._store, self._origin, self._generation.number, snapshot, starts, self._files, self._told)
 
@@ -303,6 +323,7 @@ class Shipper:
         self._generation, self.last_base = None, None
         self._files, self._ends, self._txn, self._piece_ends = {}, [], {}, {}
         self._number = self._taken_ms = 0
+        self._whole_behind = []
         self._has_part = True
 
     def _goes_on(self, logs: list[LogPlace]) -> bool:
@@ -446,10 +467,30 @@ class Shipper:
             ends = self._piece_ends.get(middle)
             if ends is None:
                 is_pruned = self.last_base is None and not self._archive.has_piece(number, middle)
-                ends = [] if is_pruned else self._archive.piece(number, middle)[0].ends
+                ends = [] if is_pruned else self._ends_of(number, middle)
             is_behind = any(end.shard == start.shard and end.position > start.position for end in ends)
             low, high = (low, middle) if is_behind else (middle, high)
         return high
+
+    def _ends_of_damage(self, generation: int, first: int) -> list[WalPosition]:
+        """Return the ends of the logs in the last damaged piece from `first` on."""
+        number = self._number
+        with suppress(ArchiveDamagedError):
+            while number > first:
+                self._archive.piece(generation, number)
+                number -= 1
+        return [end.position for end in self._ends_of(generation, number)]
+
+    def _ends_of(self, generation: int, number: int) -> list[LogEnd]:
+        """Return the ends of the logs in a piece. If that is damaged, the next one tells where it goes on."""
+        try:
+            return self._archive.piece(generation, number)[0].ends
+        except ArchiveDamagedError:
+            if number == self._number:
+                return self._ends
+            behind, _ = self._archive.piece(generation, number + 1)
+            firsts = {part.shard: WalPosition(part.file_no, part.offset) for part in reversed(behind.parts)}
+            return [LogEnd(end.shard, end.log_id, firsts.get(end.shard, end.position)) for end in behind.ends]
 
 
 def _former_ids(newest: Generation | None, service_id: str) -> list[str]:

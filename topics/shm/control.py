@@ -28,7 +28,7 @@ HEARTBEAT_MS: Final = 250
 """The time between two signs of life that a process gives in its cell."""
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 11
+VERSION: Final = 12
 
 EXIT_NEXT_LIFE: Final = 74
 """Exit code of a process that wants to be started again at once: nothing is wrong with it."""
@@ -104,7 +104,7 @@ _WORDS: Final = {
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
     Role.ARCHIVER: f"""{_COMMON}
         moment_ms* moments* objects* bytes* bases* base_ms* failures* holes* taken_over* segments_borrowed
-        borrowed_bytes promotion_ms promotion_begun
+        borrowed_bytes promotion_ms promotion_begun takeover_blocked
         {_series("shipped_{:02d}*", range(SHARDS_MAX))} {_series("readable_{:02d}*", range(SHARDS_MAX))}""",
 }
 """The words of each child. A new life of the process keeps the words with a `*`. So counters never go down while the
@@ -125,8 +125,9 @@ life of the service. `moment_ms` is the time of that moment. `holes` counts how 
 shipped. In a follower, `readable_NN` is the `committed` up to which a shard may read its log; the archive may not have
 all of it yet. There `moment_ms` is a time at which the leader had the state that the logs have. `bases` counts the
 snapshots that the shards have to load; a shard notes the current count in `bases_loaded` when it loads one.
-`promotion_ms` is the time at which a promotion was asked for, 0 if none is wanted, and `promotion_begun` is 1 once it
-cannot be withdrawn.
+`promotion_ms` is the time at which a promotion was asked for, 0 if none is wanted. Once one has begun, by a command or
+because the leader is gone, it is the time of that, `promotion_begun` is 1, and nobody can withdraw it.
+`takeover_blocked` is 1 while a damaged object of the archive keeps a follower from getting to the end of it.
 
 `clock_offset_ms` is the wall time minus the monotonic time that the process trusts (`core/clock.py`), 0 before it
 looked. CLOCK_BIAS is added, because words are unsigned and a clock that was never set is behind the uptime. In the

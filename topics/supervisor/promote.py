@@ -58,13 +58,18 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     """
     if _pid(data_dir) is None:
         return None
-    began_s, told_life = time.monotonic(), 0
+    began_s, told_life, beats = time.monotonic(), 0, set[int]()
     reader = StatusReader(data_dir, SystemClock())
     for page in _pages(reader, data_dir, timeout_ms):
         if page is not None and page.follows:
             life = page.header.get("started_ms")
             if told_life and life != told_life and not _has_begun(page, data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
+            if told_life:
+                beats.add(page.cell(Role.ARCHIVER, 0).get("heartbeat_ms"))
+            # By the second beat after a signal the process has heard it.
+            if len(beats) > 2 and not _is_wanted(page) and not _has_begun(page, data_dir):
+                raise OSError(_WITHDRAWN)
             if not told_life and _signal(page, data_dir, signal.SIGUSR1):
                 told_life = life
         elif page is not None:

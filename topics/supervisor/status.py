@@ -100,11 +100,11 @@ class CompactorStatus(msgspec.Struct, frozen=True):
 
 
 class PromotionStatus(msgspec.Struct, frozen=True):
-    """A promotion that was asked for and has not come about."""
+    """A promotion that has not come about: one that was asked for, or a takeover that has begun."""
 
     age_ms: int
     begun: bool
-    """True once the takeover has begun: nobody can withdraw it, and it goes on by itself."""
+    """True once the takeover has begun: nobody can withdraw it, and it goes on by itself. `age_ms` is since then."""
 
 
 class ArchiverStatus(msgspec.Struct, frozen=True):
@@ -128,6 +128,8 @@ class ArchiverStatus(msgspec.Struct, frozen=True):
     """True if another service took over: this one only reads."""
     follows: bool
     """True if this service is a copy of the one in the archive."""
+    takeover_blocked: bool = False
+    """True if a damaged object of the archive keeps this copy from taking over."""
     promotion: PromotionStatus | None = None
 
 
@@ -316,6 +318,7 @@ def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
         moment_age_ms=_age_ms(cell["moment_ms"], now_ms),
         taken_over=page.is_taken_over,
         follows=page.follows,
+        takeover_blocked=bool(cell["takeover_blocked"]),
         promotion=promotion,
         **_figures(cell, "moments bases objects bytes failures holes segments_borrowed borrowed_bytes"),
     )
@@ -393,7 +396,7 @@ def render(status: Status, paint: Paint = plain) -> str:
         _table([_compactor_row(one) for one in (status.compactor,) if one is not None], paint),
         _table([_archiver_row(one) for one in (status.archiver,) if one is not None], paint),
         *(_borrowed_line(one, paint) for one in borrowers if one is not None and one.segments_borrowed),
-        *(_promotion_line(one.promotion, paint) for one in (status.archiver,) if one is not None and one.promotion),
+        "" if status.archiver is None else _takeover_lines(status.archiver, paint),
     )
     return "\n".join([_summary(status, paint), *filter(None, tables)])
 
@@ -480,12 +483,18 @@ def _borrowed_line(one: CompactorStatus | ArchiverStatus, paint: Paint) -> str:
     return f"{paint(what, 'warn')} are still in the archive that this service was made of: keep it\n"
 
 
-def _promotion_line(promotion: PromotionStatus, paint: Paint) -> str:
-    what = paint(f"a promotion was asked for {duration(promotion.age_ms)} ago", "warn")
-    goes_on = "`topics-supervisor promote --cancel` withdraws it"
-    if promotion.begun:
-        goes_on = "it has begun to take over, and goes on by itself"
-    return f"{what} and has not come about (its log says what it waits for): {goes_on}\n"
+def _takeover_lines(archiver: ArchiverStatus, paint: Paint) -> str:
+    lines, promotion = "", archiver.promotion
+    if promotion is not None:
+        what, goes_on = "promotion was asked for", "`topics-supervisor promote --cancel` withdraws it"
+        if promotion.begun:
+            what, goes_on = "takeover has begun", "it goes on by itself"
+        what = paint(f"a {what} {duration(promotion.age_ms)} ago", "warn")
+        lines = f"{what} and has not come about (the log says why): {goes_on}\n"
+    if archiver.takeover_blocked:
+        what = paint("this service cannot take over", "bad")
+        lines += f"{what}: an object that it needs in the archive is damaged, and the log names it\n"
+    return lines
 
 
 def _archiver_row(archiver: ArchiverStatus) -> _Row:

@@ -100,6 +100,7 @@ _ARCHIVER: Final = (
     ("segments_borrowed", "segments_borrowed", "Segments that a service that follows another one has not fetched yet"),
     ("borrowed_bytes", "borrowed_bytes", "Bytes of these segments"),
     ("taken_over", "taken_over", "1 if another service took over from this one, which only reads now"),
+    ("takeover_blocked", "takeover_blocked", "1 while a damaged object there keeps this copy from taking over"),
 )
 """(name, field, help) of each metric that is a field of the archiver."""
 
@@ -205,6 +206,9 @@ class ServiceFigures:
         yield single("topics_archive_lag_seconds", help, self._control.archive_lag_ms(self._now_ms()) / 1000)
         help = "Time of the newest base in the archive, seconds since 1970; 0: none in this life of the service"
         yield single("topics_archive_last_base_timestamp_seconds", help, cell.get("base_ms") / 1000)
+        since_ms = cell.get("promotion_ms") or self._now_ms()
+        help = "Seconds since a promotion was asked for or has begun that has not come about, 0 without one"
+        yield single("topics_archive_promotion_seconds", help, max(0, self._now_ms() - since_ms) / 1000)
         for name, field, help in _ARCHIVER:
             yield single(f"topics_archive_{name}", help, cell.get(field))
 

@@ -64,6 +64,8 @@ export const call = async (method, path, options = {}) => {
 export const get = (path, query, signal) => call("GET", path, { query, signal });
 export const post = (path, body, signal) => call("POST", path, { body, signal });
 export const metrics = (signal) => call("GET", "metrics", { query: { topic_series: false }, headers: { Accept: "application/json" }, signal });
+// The address of the service that leads, as this one refuses what it may not do; "" if it does not know it.
+export const leaderUrl = (signal) => call("GET", "key", { headers: { "Topics-Leader": "required" }, signal }).then(() => "", (error) => { if (error.code !== "not_leader") throw error; return error.detail.leader || ""; });
 export const topicPath = (name, rest = "") => `topics/${encodeURIComponent(name)}${rest}`;
 
 const wait = (ms, signal) => new Promise((done) => {

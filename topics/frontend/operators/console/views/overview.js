@@ -1,7 +1,7 @@
 // The whole service on one page: warnings first, then figures, charts, processes and shards.
 
 import { html, useMemo } from "../vendor/preact-htm.js";
-import { get, metrics } from "../api.js";
+import { get, leaderUrl, metrics } from "../api.js";
 import { Chart, History } from "../charts.js";
 import { ago, bytes, count, duration, exitReason, ms, percent, plural, quantile, rate, short } from "../format.js";
 import { HIDDEN_TIMES, usePoll } from "../store.js";
@@ -29,6 +29,7 @@ const increase = (now, old, name, index) => {
 
 const load = async (signal) => {
   const [found, ready] = await Promise.all([metrics(signal), get("ready", {}, signal).catch((error) => { if (error.code !== "not_ready") throw error; return error; })]);
+  const leader = found.topics_archive_taken_over ? await leaderUrl(signal) : "";
   const at_ms = Date.now();
   const old = before && before.found.topics_uptime_ms <= found.topics_uptime_ms ? before.found : null;
   const figures = {
@@ -46,7 +47,7 @@ const load = async (signal) => {
     history.add(at_ms, [figures.written, figures.delivered, scaled(figures.sync50, 1e-3), scaled(figures.sync99, 1e-3), scaled(figures.write50, 1e3), scaled(figures.write99, 1e3), found.topics_pressure]);
     before = { found, at_ms };
   }
-  return { found, ready, old, figures, at_ms };
+  return { found, ready, leader, old, figures, at_ms };
 };
 
 const ALONE = ["compactor", "archiver", "follower"];
@@ -60,7 +61,7 @@ const processes = (found) => Object.entries(found.topics_process_up).flatMap(([r
 }));
 
 // Each warning: [tone, what is wrong, what it means or what to do].
-const warnings = ({ found, ready, figures, at_ms }, all) => {
+const warnings = ({ found, ready, leader, figures, at_ms }, all) => {
   const list = [];
   const add = (tone, what, means) => list.push([tone, what, means]);
   if (ready.code === "not_ready") add("bad", `Logs are being replayed: ${percent(found.topics_recovery_progress)}`, "Requests for data wait or are refused until every shard has read its log.");
@@ -73,7 +74,9 @@ const warnings = ({ found, ready, figures, at_ms }, all) => {
   if (found.topics_pressure > PRESSURE_WARNED) add("warn", `Pressure is ${percent(found.topics_pressure)}`, "The service is asked for more than it can do: writers are throttled, low priorities wait.");
   if (figures.throttled > 0) add("warn", `${rate(figures.throttled)} writes are throttled`, "The ring of a shard is full. Clients repeat these by themselves.");
   if (figures.failed > 0) add("warn", `${count(figures.failed)} requests failed with 5xx in the last seconds`, "The log of the service says why.");
-  if (found.topics_archive_taken_over) add("bad", "Another service took over from this one", "This one only reads. Send clients to the other one; the log says where it is.");
+  if (found.topics_archive_taken_over) add("bad", "Another service took over from this one", `This one only reads. Send clients to ${leader || "the other one; the log says where it is"}.`);
+  if (found.topics_archive_promotion_seconds) add("warn", `This copy is to take over since ${duration(found.topics_archive_promotion_seconds * 1000)}, and does not lead yet`, "The follower's log lines say what it waits for.");
+  if (found.topics_archive_takeover_blocked) add("bad", "This copy cannot take over", "An object that it needs in the archive is damaged. The follower's log lines name it.");
   const behind = found.topics_archive_lag_seconds > ARCHIVE_WARNED_S;
   if (behind && found.topics_process_up.follower) add("warn", `This copy is ${duration(found.topics_archive_lag_seconds * 1000)} behind its leader`, "It cannot reach the archive, or the leader cannot. The follower's log lines say why.");
   else if (behind) add("warn", `The archive lacks the last ${duration(found.topics_archive_lag_seconds * 1000)}`, "They would be lost with this machine. The archiver's log lines say why; logs are kept meanwhile.");
