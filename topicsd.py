@@ -82,7 +82,7 @@ class _Stderr(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            return super().write(data) or len(data)  # None of a pipe that is full and does not block
         except OSError:
             return len(data)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import topicsd
-from tests.harness import clean_environment
+from tests.harness import COMMAND, clean_environment
 from topics.storage.archive_objects import generation_name
 
 ROOT = Path(topicsd.__file__).parent
@@ -167,6 +169,19 @@ def test_closed_outputs_lead_nowhere(closed: str, tmp_path: Path) -> None:
 def test_errors_that_stderr_cannot_take_keep_their_exit_code(code: int, command: str) -> None:
     done = shell_run(command.split(), " 2>/dev/full")
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_an_error_for_a_full_pipe_that_does_not_block_keeps_its_exit_code() -> None:
+    """Python ended with 120, as it could not flush."""
+    reader, stderr = os.pipe()
+    os.set_blocking(stderr, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(stderr, bytes(4096))
+    done = subprocess.run([COMMAND, "run", "--port", "x"], stdout=subprocess.PIPE, stderr=stderr, check=False)
+    os.close(reader)
+    os.close(stderr)
+    assert (done.returncode, done.stdout) == (2, b"")
 
 
 def test_an_output_that_lacks_a_character_spells_it() -> None:

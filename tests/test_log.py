@@ -90,6 +90,14 @@ for request in range(10):
             get_logger().exception("request failed")
         else:
             get_logger().error("likewise", exc_info=error)
+try:
+    fail(1)
+except RuntimeError:
+    get_logger().exception("request failed", by="another way")
+try:
+    fail(0)
+except RuntimeError:
+    get_logger().exception("process crashed")
 get_logger().error("no fault")
 get_logger().error("no fault")
 """
@@ -98,7 +106,8 @@ get_logger().error("no fault")
 def test_a_fault_that_each_request_meets_is_one_traceback_a_minute_for_each_place() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTY], capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert [line["event"] for line in lines] == ["request failed"] * 2 + ["no fault"] * 2
+    told = ["request failed", "request failed", "likewise", "likewise", "request failed", "process crashed"]
+    assert [line["event"] for line in lines] == told + ["no fault"] * 2
     assert ["even request" in lines[0]["exception"], "odd request 1" in lines[1]["exception"]] == [True, True]
 
 
@@ -144,6 +153,17 @@ def test_a_line_of_one_topic_or_event_hides_none_of_another() -> None:
     told = [(line["event"], line["topic"], line["more_like_it"]) for line in written]
     assert told.count(("not moved", "b", 0)) == told.count(("not written", "a", 0)) == 2
     assert [one for one in told if one[:2] == ("not moved", "a")] == [("not moved", "a", n) for n in [0] + [59] * 9]
+
+
+@pytest.mark.parametrize("place", ["topic", "source", "sink"])
+def test_a_line_of_one_place_hides_none_of_another(place: str) -> None:
+    """A batch that cannot be published hid that those of other sinks cannot, either."""
+    lines = SparseLines(60, lambda: 0.0)
+    with capture_logs() as written:
+        for name in ("a", "b", "a", "b"):
+            lines.warning("not published", **{place: name}, batch=1)
+            lines.error("not read", **{place: name}, batch=1)
+    assert [line[place] for line in written] == ["a", "a", "b", "b"]
 
 
 def test_topics_without_number_fill_neither_memory_nor_the_log() -> None:

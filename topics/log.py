@@ -23,6 +23,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 LASTING_EVERY_S: Final = 60.0
 SPARSE_KINDS_MAX: Final = 256
+_PLACE: Final = "topic", "source", "sink"
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 _process: dict[str, Any] = {}
@@ -77,8 +78,8 @@ def _add_process(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 class SparseLines:
-    """Log lines that requests can cause. Of one event and topic one line in `every_s` is written, and tells how many
-    were left out. Beyond SPARSE_KINDS_MAX, an event has one for all its other topics.
+    """Log lines that requests can cause. Of one event and _PLACE one line in `every_s` is written, and tells how many
+    were left out. Beyond SPARSE_KINDS_MAX, an event has one for all its other places.
     """
 
     def __init__(self, every_s: float, time_s: Callable[[], float]) -> None:
@@ -106,12 +107,12 @@ class SparseLines:
 
     def error(self, event: str, **values: Any) -> None:
         """Log an error, or count it."""
-        if (left_out := self.left_out(event, values.get("topic"))) is not None:
+        if (left_out := self.left_out(event, *map(values.get, _PLACE))) is not None:
             get_logger().error(event, **values, more_like_it=left_out)
 
     def warning(self, event: str, **values: Any) -> None:
         """Log a warning, or count it."""
-        if (left_out := self.left_out(event, values.get("topic"))) is not None:
+        if (left_out := self.left_out(event, *map(values.get, _PLACE))) is not None:
             get_logger().warning(event, **values, more_like_it=left_out)
 
 
@@ -137,7 +138,9 @@ class LastingFailures(SparseLines):
 
 
 class _SparseTracebacks:
-    """Drops lines with a traceback, but for one in LASTING_EVERY_S of each place: each request may meet a fault."""
+    """Drops lines with a traceback, but for one in LASTING_EVERY_S of each event and way to the fault: each request may
+    meet it. Another event is told: a process may end by what a request has met before.
+    """
 
     def __init__(self) -> None:
         self._lines = SparseLines(LASTING_EVERY_S, time.monotonic)
@@ -146,8 +149,8 @@ class _SparseTracebacks:
         error = event.get("exc_info")
         error = sys.exception() if error is True else error[1] if isinstance(error, tuple) else error
         if isinstance(error, BaseException):
-            places = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-            left_out = self._lines.left_out("fault", type(error), *places[-1:])
+            way = frozenset((frame.f_code, line) for frame, line in walk_tb(error.__traceback__))
+            left_out = self._lines.left_out(event.get("logger", event["event"]), type(error), way)
             if left_out is None:
                 raise structlog.DropEvent
             if left_out:

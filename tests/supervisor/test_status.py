@@ -192,6 +192,14 @@ def test_a_service_of_another_release_is_told_from_this_one(
     assert answer.stderr.count("\n") == 1
 
 
+def test_a_page_that_is_none_is_told_likewise(page: ControlPage, tmp_path: Path) -> None:
+    """It was a traceback."""
+    page.header.set("magic", 1)
+    answer = command("status", data_dir=tmp_path)
+    assert answer.returncode == 4
+    assert "the service is of another release" in answer.stderr
+
+
 def test_a_page_that_is_being_made_is_a_start(page: ControlPage, tmp_path: Path) -> None:
     page.header.set("magic", 0)
     assert StatusReader(str(tmp_path), SystemClock()).read().state == "starting"

@@ -40,7 +40,7 @@ from topics.shm.ring import Ring
 from topics.shm.shm_names import SHM_ROOT
 from topics.shm.topic_messages import DeleteTopic, Hello, PutTopic
 from topics.storage.layout import list_log_files, ram_group_dir
-from topics.walshard.handlers import topic_calls
+from topics.walshard.handlers import relogging
 
 MINUTE_MS = 60_000
 
@@ -250,7 +250,7 @@ DURABLE = PutTopic("q", TopicConfig(type="queue", leases_durable=True), True)
 def test_many_leases_become_durable_in_turns_between_which_others_are_served(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topic_calls, "LEASES_PER_TURN", 3)
+    monkeypatch.setattr(relogging, "LEASES_PER_TURN", 3)
     queue(rig, 20)
     held = claim(rig, 10)
     reply = rig.answer(rig.post_call(DURABLE))
@@ -267,11 +267,14 @@ def test_many_leases_become_durable_in_turns_between_which_others_are_served(
     assert rig.call(Ack("q", "w", left, lease_nos(held)[turns:])).count == len(left)
 
 
-def test_leases_that_could_not_be_logged_are_with_the_next_try(
-    rig: Rig, fs: FaultyFileSystem, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by", ["the next try", "sweeps"])
+def test_leases_that_could_not_be_logged_are_so_later(
+    rig: Rig, fs: FaultyFileSystem, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """The configuration is the same then, and the answer says that all leases are durable."""
-    monkeypatch.setattr(topic_calls, "LEASES_PER_TURN", 2)
+    """The configuration is the same then, so `topics apply` does not try again. The answer to who does says that all
+    leases are durable.
+    """
+    monkeypatch.setattr(relogging, "LEASES_PER_TURN", 2)
     queue(rig, 6)
     held = claim(rig, 5)
     reply = rig.answer(rig.post_call(rig.answer(rig.post_call(DURABLE)).rest))
@@ -280,14 +283,39 @@ def test_leases_that_could_not_be_logged_are_with_the_next_try(
     with pytest.raises(TopicsError):
         rig.call(reply.rest)
     fs.arm(None)
-    rig.call(DURABLE)
+    if by == "sweeps":
+        for _ in range(2):
+            rig.shard.sweep()
+    else:
+        rig.call(DURABLE)
     rig.boot()
     assert counts(rig) == (1, 5, 0)
     assert rig.call(Ack("q", "w", held.seqs, lease_nos(held))).count == 5
 
 
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_what_others_do_between_two_turns_of_leases_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
+) -> None:
+    """The next turn set the former configuration, or made the topic again."""
+    monkeypatch.setattr(relogging, "LEASES_PER_TURN", 2)
+    queue(rig, 6)
+    claim(rig, 5)
+    reply = rig.answer(rig.post_call(PutTopic("q", TopicConfig(leases_durable=True), False)))
+    reply = rig.answer(rig.post_call(reply.rest))
+    assert reply.rest is not None
+    other = TopicConfig(type="queue", leases_durable=True, lease_ms=1)
+    rig.call(DeleteTopic("q", False) if is_deleted else PutTopic("q", other, True))
+    while reply.rest is not None:
+        reply = rig.answer(rig.post_call(reply.rest))
+    hosted = rig.parts.catalog.find("q")
+    assert hosted is None if is_deleted else hosted is not None and hosted.topic.config == other
+    rig.boot()
+    assert is_deleted or counts(rig) == (1, 5, 0)
+
+
 def test_leases_that_are_not_durable_any_more_are_not_logged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topic_calls, "LEASES_PER_TURN", 2)
+    monkeypatch.setattr(relogging, "LEASES_PER_TURN", 2)
     queue(rig, 6)
     claim(rig, 5)
     rig.answer(rig.post_call(rig.answer(rig.post_call(DURABLE)).rest))

@@ -304,7 +304,7 @@ class Rewriting:
                 return False
             self._rewrite(shard_copy, topic, info, None)
         except (CorruptSegment, CorruptPostings, FileNotFoundError) as error:
-            self._lines.error("a damaged segment is not rewritten", reason=str(error))
+            self._lines.error("a damaged segment is not rewritten", topic=topic.name, reason=str(error))
             self._pause(info.data_bytes)
             return False
         except (OSError, Refused):
@@ -351,7 +351,7 @@ class Rewriting:
                 self.loan.came_home(info)
         except (CorruptSegment, CorruptPostings, EOFError) as error:
             self._fetches_failed = 0  # the cold directory works
-            self._lines.error("a damaged segment is not rewritten", reason=str(error))
+            self._lines.error("a damaged segment is not rewritten", topic=found[0].name, reason=str(error))
             return False
         except (OSError, Refused):
             pause_ms = doubled_ms(RETRY_MS, self._fetches_failed, RETRY_MAX_MS)

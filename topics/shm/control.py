@@ -294,7 +294,8 @@ class ControlPage:
         header = Cell(shared.words[:CELL_WORDS], HEADER_FIELDS)
         if not header.get("magic"):
             raise FileNotFoundError(f"shared memory {name} is not ready yet")
-        if header.get("magic") != MAGIC or (version := header.get("version")) != VERSION:
+        version = header.get("version")
+        if header.get("magic") != MAGIC or version != VERSION:
             versions = f"its shared memory has version {version}, topics {__version__} knows {VERSION}"
             raise OSError(f"the service is of another release ({versions}): use its commands, or restart it")
         return cls(shared, header.get("shards"), header.get("frontends"), header.get("archivers"))

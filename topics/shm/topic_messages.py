@@ -42,11 +42,14 @@ class DeleteRecordsReply(Message, frozen=True):
 
 
 class PutTopic(OfTopic, Asks[PutTopicReply], frozen=True):
-    """Create a topic or replace its configuration. `turns` is set in a `rest`: the turns the change has had."""
+    """Create a topic or replace its configuration. `turns` is set in a `rest`: the turns the change has had; `is_set`,
+    too: the topic has had the configuration, and may have another by now.
+    """
 
     config: TopicConfig
     type_given: bool
     turns: int = 0
+    is_set: bool = False
 
 
 class EnsureTopic(OfTopic, Asks[PutTopicReply], frozen=True):

@@ -22,6 +22,7 @@ from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
 from topics.storage.topic_frames import delete_frame, floor_frame
 from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps, Then, control_write
+from topics.walshard.handlers.relogging import lease_turn
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import TagSearch
@@ -124,6 +125,9 @@ class Deletes:
                 cost += SWEPT_COST if topic.earliest_seq == earliest_seq and has_expired else EXPIRED_COST
                 if not has_expired:  # of any topic: a full disk keeps those of all
                     self._failures.error(_EXPIRED_STAY, one_topic=topic.name)
+            if (turn := lease_turn(hosted, self._time.now.wall_ms)) is not None:  # whose PUT did not end
+                yield turn
+                cost += EXPIRED_COST
             self._catalog.shrink_ring(hosted)
 
     def delete(self, call: DeleteRecords, _frontend: int) -> Steps[DeleteRecordsReply]:

@@ -11,11 +11,14 @@ After a turn the topic's records are durable up to some seq and in RAM behind it
 became `ephemeral` looks the same, so no other code has to know of turns. If the shard dies between two turns, the topic
 is still `ephemeral`, with more durable records. The last turn also writes the unexpired keys, an exact HEAD_WATERMARK
 and CONFIG_UPDATE.
+
+The leases that are held when a queue gets `leases_durable` are logged in turns, too, but behind the CONFIG_UPDATE.
 """
 
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -24,10 +27,12 @@ from topics.core.control_bodies import encode_body
 from topics.core.floors import Floors
 from topics.core.idempotency import WriteOutcome
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE, LOCATION_IN_RAM_LOG, LOW_WORD, flags_of
+from topics.shm.topic_messages import PutTopicReply
 from topics.storage import layout
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.storage.logfile import map_file
 from topics.storage.topic_frames import check_header, control_frame, floor_frame, head_frame, idempotency_frame
+from topics.walshard.commit.draft import Draft, control_write
 from topics.walshard.hosted.hosted import Hosted
 
 TURN_BYTES: Final = 1 << 20
@@ -36,6 +41,9 @@ TURN_SEQS: Final = 8192
 """Seqs that a turn looks at, at most."""
 TURNS_OF_ONE_SIZE: Final = 256
 """After each so many turns the turns grow, so that they overtake writers that go on meanwhile."""
+
+LEASES_PER_TURN: Final = 1000
+"""Held leases that a turn logs: some 5 ms, 40 if each is a claim of its own."""
 
 
 class RelogTurn(NamedTuple):
@@ -93,6 +101,17 @@ def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogT
     else:
         buffers.append(head_frame(topic, topic.ceilings.seq, now_ms, exact=False))
     return RelogTurn(hosted, buffers, floors, first_seq, entries, rows, is_last)
+
+
+def lease_turn(hosted: Hosted, now_ms: int, reply: PutTopicReply | None = None) -> Draft | None:
+    """Return the next turn of held leases; None if there is no other. Nothing may be pending."""
+    topic, queue = hosted.topic, hosted.topic.queue
+    while queue is not None and queue.unlogged:
+        if seqs := queue.take_unlogged(LEASES_PER_TURN):
+            bodies = [(FrameType.LEASE, encode_body(body)) for body in queue.bodies(seqs)]
+            write = control_write(topic, now_ms, bodies, None, partial(queue.unlogged.extend, seqs), sync=True)
+            return Draft([write], touched=[hosted], reply=reply)
+    return None
 
 
 def _records(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 import msgspec
 
@@ -19,13 +18,10 @@ from topics.storage.topic_frames import control_frame, create_frame
 from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps, control_write
 from topics.walshard.commit.logs import Logs
 from topics.walshard.handlers.deletes import Deletes
-from topics.walshard.handlers.relogging import RelogTurn, plan_turn
+from topics.walshard.handlers.relogging import RelogTurn, lease_turn, plan_turn
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
-
-LEASES_PER_TURN: Final = 1000
-"""Held leases that are logged in one turn once `leases_durable` is on: some 5 ms, 40 if each is a claim of its own."""
 
 
 @dataclass(eq=False)
@@ -47,6 +43,8 @@ class TopicCalls:
         if name in group.made:
             raise CommitFirst  # the log may yet refuse the creation
         hosted = self._catalog.find(name)
+        if hosted is None and isinstance(call, PutTopic) and call.is_set:
+            return PutTopicReply(False, call.config)  # it was deleted between two turns
         if hosted is None:
             self._logs.require_room()
             now_ms = self._time.now.wall_ms
@@ -65,9 +63,11 @@ class TopicCalls:
         elif config.type != topic.config.type:
             raise incompatible_type(call.name, topic.config.type, config.type)
         reply = PutTopicReply(False, config)
-        rest = PutTopicReply(False, config, msgspec.structs.replace(call, turns=call.turns + 1))
-        if config == topic.config:
-            return (yield from self._log_leases(hosted, rest))
+        of_leases = PutTopicReply(False, config, msgspec.structs.replace(call, config=config, is_set=True))
+        if call.is_set or config == topic.config:
+            if (turn := lease_turn(hosted, self._time.now.wall_ms, of_leases)) is not None:
+                yield turn
+            return reply
         # A longer ttl must not bring back records that readers were told are gone (api §3.2).
         self._time.look_at_expiry()
         for steps, what in (
@@ -83,6 +83,7 @@ class TopicCalls:
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
             relogged = self._relogged(hosted, call, now_ms)
             if not relogged.is_last:
+                rest = PutTopicReply(False, config, msgspec.structs.replace(call, turns=call.turns + 1))
                 yield Draft(
                     [LogWrite(relogged.buffers, place=relogged.place, takes_room=True)],
                     touched=[hosted],
@@ -91,7 +92,7 @@ class TopicCalls:
                 )
                 return rest
         if topic.queue is not None and config.leases_durable and not topic.config.leases_durable:
-            reply = rest  # from here on leases are logged as they change; those that are held follow in turns
+            reply = of_leases  # from here on leases are logged as they change; those that are held follow in turns
         descriptor = hosted.prepare_config(config)
         configured, undo = partial(hosted.configured, config, descriptor), partial(hosted.release, descriptor)
         write = control_write(topic, now_ms, [(FrameType.CONFIG_UPDATE, body)], configured, undo, sync=True)
@@ -100,18 +101,6 @@ class TopicCalls:
             write.place, write.takes_room = relogged.place, True
         yield Draft([write], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
         return reply
-
-    def _log_leases(self, hosted: Hosted, rest: PutTopicReply) -> Steps[PutTopicReply]:
-        """Log some of the leases that were held when `leases_durable` was switched on; `rest` is the next turn."""
-        topic, queue = hosted.topic, hosted.topic.queue
-        if queue is None or not queue.unlogged:
-            return PutTopicReply(False, topic.config)
-        if seqs := queue.take_unlogged(LEASES_PER_TURN):
-            bodies = [(FrameType.LEASE, encode_body(body)) for body in queue.bodies(seqs)]
-            undo = partial(queue.unlogged.extend, seqs)
-            write = control_write(topic, self._time.now.wall_ms, bodies, None, undo, sync=True)
-            yield Draft([write], touched=[hosted], reply=rest)
-        return rest
 
     def _relogged(self, hosted: Hosted, call: PutTopic, now_ms: int) -> RelogTurn:
         try:

@@ -78,7 +78,7 @@ class Copier:
         feed.source_head_seq = sight.head_seq
         feed.repeats_to_seq = min(feed.repeats_to_seq, sight.head_seq)
         if feed.source_seq > sight.head_seq:
-            self._lines.warning("the source of a router has lost records that were copied", topic=feed.topic.name)
+            self._lines.warning("the source of a router has lost records that were copied", **_where(feed))
             return self._cursor(feed, sight.head_seq)
         if feed.source_seq == sight.head_seq:
             feed.failures = 0
@@ -101,7 +101,7 @@ class Copier:
         waiting = max(feed.uncopied, int(feed.full))
         if not waiting:
             return None
-        self._lines.warning("a router's source ended before it was copied", topic=feed.topic.name, records=waiting)
+        self._lines.warning("a router's source ended before it was copied", **_where(feed), records=waiting)
         last_seq = max(feed.source_seq, feed.source_head_seq)
         return self._gap(feed, last_seq, waiting, EvictReason.SOURCE_TRIM, full=False)
 
@@ -130,8 +130,7 @@ class Copier:
             self.wait(feed, _unless_full(feed, Hindrance.SOURCE))
             return None
         except (OSError, ValueError) as error:
-            where = {"topic": feed.topic.name, "source": feed.source}
-            self._lines.error("a router cannot read its source", **where, reason=str(error))
+            self._lines.error("a router cannot read its source", **_where(feed), reason=str(error))
             self.wait(feed, _unless_full(feed, Hindrance.LASTING))
             return None
         feed.no_room_for = page.source_seq, *page.no_room_for
@@ -220,7 +219,7 @@ class Copier:
             return None
         count = 1 if is_unknown else last_source_seq - feed.source_seq
         records = "unknown" if is_unknown else count
-        self._lines.warning(_SOURCE_LOST, topic=feed.topic.name, records=records)
+        self._lines.warning(_SOURCE_LOST, **_where(feed), records=records)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)
 
     def _left_out(self, feed: Feed, copies: int) -> CopyWrite | None:
@@ -233,8 +232,7 @@ class Copier:
         self._cell.add("router_oversize", copies)
         self._lines.warning(
             "a record is larger than the dest of its router may ever hold, and left out",
-            topic=feed.topic.name,
-            source=feed.source,
+            **_where(feed),
             source_seq=feed.source_seq + 1,
             cap_records=feed.topic.config.cap_records,
             cap_bytes=feed.topic.config.cap_bytes,
@@ -287,6 +285,10 @@ def _must_be_logged(feed: Feed, sight: TopicView, source_seq: int) -> bool:
     """
     behind = source_seq - feed.logged_source_seq
     return behind >= LOG_CURSOR_SEQS or (behind > 0 and sight.evict_floor > feed.logged_source_seq + 1)
+
+
+def _where(feed: Feed) -> dict[str, str]:
+    return {"topic": feed.topic.name, "source": feed.source}
 
 
 def _leading_gone(locations: SourceLocations, gone_flags: int, first_seq: int, evict_floor: int) -> tuple[int, bool]:
