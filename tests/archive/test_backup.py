@@ -387,6 +387,20 @@ def test_a_pruning_leaves_the_last_moment_that_can_be_restored(tmp_path: Path, k
     run("archive", "verify", place)
 
 
+def test_a_backup_that_needs_a_damaged_piece_says_so(tmp_path: Path) -> None:
+    """It ended well, and no restore could give what it had backed up."""
+    place, data = tmp_path / "archive", tmp_path / "data"
+    with Service(shards=1, env={"TOPICS_CHECKPOINT_INTERVAL_MS": "86400000"}) as service:
+        for number in range(3):
+            write(service.client, "orders", number)
+            backup(service, place)
+        (place / "archive" / "g00000001.pieces" / f"{2:012d}").write_bytes(b"")
+        write(service.client, "orders", 3)
+        problem = run("backup", "--data-dir", service.data_dir, "--to", place, code=1)
+    assert "g00000001.pieces/000000000002: has only 0 bytes: no restore of this backup; put it back" in problem
+    assert "000000000002: has only 0 bytes" in run("restore", place, "--data-dir", data, code=1)
+
+
 def test_a_stopped_service_replaces_a_damaged_newest_base(tmp_path: Path) -> None:
     """Each of its backups said that two of them use the archive."""
     place = tmp_path / "archive"

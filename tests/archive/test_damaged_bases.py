@@ -321,7 +321,8 @@ def test_a_time_before_a_base_that_is_damaged_with_its_piece_is_found(based: Bas
         plan(archive, WantedMoment(ts_ms=1))
 
 
-def test_a_backup_makes_a_base_behind_any_damaged_piece(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_a_row", [1, 3])
+def test_a_backup_makes_a_base_behind_any_damaged_pieces(tmp_path: Path, in_a_row: int) -> None:
     """It was refused if it looked for the begin of its logs just there."""
     (tmp_path / "data").mkdir()
     rig = Rig(str(tmp_path / "data"))
@@ -333,11 +334,12 @@ def test_a_backup_makes_a_base_behind_any_damaged_piece(tmp_path: Path) -> None:
     rig.append("t", b"behind")
     Compaction(rig).cut()
     rig.append("t", b"last")
-    for number in range(2, last):
+    for number in range(2, last - in_a_row + 1):
         shutil.copytree(tmp_path / "archive", tmp_path / f"archive-{number}")
         archive = Archive(open_archive(FS, str(tmp_path / f"archive-{number}")))
-        path = Path(archive.store.place(piece_name(1, number)))
-        path.write_bytes(harmed(path.read_bytes(), "cut"))
+        for damaged in range(number, number + in_a_row):
+            path = Path(archive.store.place(piece_name(1, damaged)))
+            path.write_bytes(harmed(path.read_bytes(), "cut"))
         made = shipper_of(rig, archive).base().piece
         found = plan(archive, WantedMoment())
         assert found.base.number == found.moment.number == made

@@ -479,6 +479,25 @@ def test_a_restart_ends_a_promotion_that_has_not_reached_the_archive(service: Ar
     assert not rig.replica.note.fence_id
 
 
+def test_an_archive_that_is_away_is_told_once_though_the_leader_goes_on_telling(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer of the leader made the follower forget that it had said so: its log had a line a second."""
+    monkeypatch.setattr(follow_main, "LOOK_MS", 60_000)
+    service.leader.answers = True
+    rig = followed(service)
+    bucket = rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    for _ in range(2):
+        with capture_logs() as logs:
+            for bucket.is_away in [False] * 4 + [True] * 8:
+                service.append("a", 1, "disk")
+                rig.clock.ms += 2000
+                rig.advance()
+        told = [line["event"] for line in logs if "sim://bucket" in line.get("reason", "")]
+        assert len(told) == 1, told
+
+
 def test_a_promotion_can_be_withdrawn_while_the_archive_is_away(service: Archiving) -> None:
     """Only a restart ended one that waited for the archive, and nothing showed that it waited."""
     rig = followed(service)

@@ -18,13 +18,38 @@ from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
 from tests.walshard.rig import Rig, TestClock
+from topics.archive.promoting import take_role
+from topics.settings import load
+from topics.storage import service_id
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.follow_note import read_note, write_note
+from topics.storage.follow_note import FollowNote, read_note, write_note
 
 
 def no_leader(url: str, ends: object) -> bytes | None:
     raise OSError("there is no leader")
+
+
+def test_a_takeover_that_is_ended_between_its_notes_forgets_no_former_epoch(tmp_path: Path) -> None:
+    """The next start took the epochs that the one before had just noted for those of the leader."""
+
+    class Ended(OsFileSystem):
+        def rename(self, source: str, target: str) -> None:
+            if target.endswith(service_id.NAME):
+                raise OSError("killed")
+            super().rename(source, target)
+
+    data_dir, leader = str(tmp_path), service_id.EpochMasks(7, 5)
+    service_id.set_epoch_masks(OsFileSystem(), data_dir, leader, 1)
+    write_note(OsFileSystem(), data_dir, FollowNote("file:///a", fence_id="0f" * 8, promoted_id="0f" * 8))
+    settings = load({"TOPICS_DATA_DIR": data_dir, "TOPICS_FOLLOW": "file:///a"}, {})
+    with pytest.raises(OSError, match="killed"):
+        take_role(Ended(), settings, TestClock())
+    for _ in range(2):
+        assert take_role(OsFileSystem(), settings, TestClock()).follow is None
+        found = service_id.epoch_masks(OsFileSystem(), data_dir)
+        assert (found.former, found.own in leader) == (leader.own, False)
+        assert service_id.known_id(OsFileSystem(), data_dir) == "0f" * 8
 
 
 @pytest.mark.long

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from topics.archive.inspection import prove
 from topics.archive.shipping import NoMomentError, Shipped, Shipper
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.shm import shm_names
 from topics.shm.control import ControlPage
 from topics.storage import service_id
-from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
 from topics.storage.filesystem import FileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.lock import DataDirLocked, inspecting
@@ -61,7 +62,14 @@ def backup(
                 if is_new:
                     log.warning("a new archive is begun: if there should be one, mount its disk", place=to)
                     is_new = False
-                return shipper.base()
+                shipped = shipper.base()
+                assert shipper.last_base is not None
+                try:
+                    prove(archive, max(archive.generations()), shipper.last_base)
+                except ArchiveDamagedError as damage:
+                    way_out = "put it back from a copy, or back up again once the service has run for some minutes"
+                    raise ArchiveDamagedError(f"{damage}: no restore of this backup; {way_out}") from damage
+                return shipped
         except NoMomentError:
             if clock.monotonic_ms() >= until_ms:
                 raise

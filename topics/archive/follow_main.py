@@ -190,8 +190,9 @@ class Follower:
             return pause_ms / 1000
         else:
             self._failures = 0
-            self._told.pop(_FOLLOWING, None)
             self._told.pop(_PROMOTING, None)
+            if not self._tells:  # else a step does without the archive, and `_skim` finds it well
+                self._told.pop(_FOLLOWING, None)
             cell.set("takeover_blocked", 0)
         return 0
 
@@ -240,6 +241,7 @@ class Follower:
         except _FAILURES as error:
             self._fail(_FOLLOWING, error)  # the leader goes on telling
             return False
+        self._told.pop(_FOLLOWING, None)
         if piece is None:
             return False
         if self._replica.skip_to(piece):

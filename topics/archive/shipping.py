@@ -267,9 +267,11 @@ class Shipper:
         self._go_on(logs, files.starts)
         needs_base = self._has_part
         # The last piece may list files, or have the number of a base that is damaged, or has what is deleted since.
-        is_sign = had_txn or self.lacks_base or (self._is_base_last() and self._differs(files))
+        last = self.last_base if self.last_base is not None and self.last_base.number == self._number else None
+        differs = last is not None and (last.logs, self._files) != (files.starts, files.refs)
+        is_sign = had_txn or self.lacks_base or differs
         self._ship(logs, txn, self._ends, is_sign=is_sign, needs_base=needs_base)
-        if self._is_base_last():
+        if last is not None and last.number == self._number:
             return self._shipped()  # nothing has happened since
         if not self._archive.has_piece(self._generation.number, self._number):
             # This shipper stood still while another service took over, and pruned what this one had put.
@@ -287,14 +289,6 @@ class Shipper:
         self.last_base, self._files, self._has_part = base, files.refs, False
         self._piece_ends = {number: ends for number, ends in self._piece_ends.items() if number >= first_piece}
         return self._shipped()
-
-    def _is_base_last(self) -> bool:
-        """True if no piece is behind the newest base."""
-        return self.last_base is not None and self.last_base.number == self._number
-
-    def _differs(self, files: BaseFiles) -> bool:
-        """True if a base of these files is another one than the newest."""
-        return self.last_base is not None and (files.starts != self.last_base.logs or files.refs != self._files)
 
     # -- the end of the archive
 
@@ -482,15 +476,14 @@ class Shipper:
         return [end.position for end in self._ends_of(generation, number)]
 
     def _ends_of(self, generation: int, number: int) -> list[LogEnd]:
-        """Return the ends of the logs in a piece. If that is damaged, the next one tells where it goes on."""
-        try:
-            return self._archive.piece(generation, number)[0].ends
-        except ArchiveDamagedError:
-            if number == self._number:
-                return self._ends
-            behind, _ = self._archive.piece(generation, number + 1)
-            firsts = {part.shard: WalPosition(part.file_no, part.offset) for part in reversed(behind.parts)}
-            return [LogEnd(end.shard, end.log_id, firsts.get(end.shard, end.position)) for end in behind.ends]
+        """Return the ends of the logs in a piece. If that is damaged, the next whole one tells where it goes on."""
+        for whole in range(number, self._number + 1):
+            with suppress(ArchiveDamagedError):
+                piece, _ = self._archive.piece(generation, whole)
+                parts = piece.parts if whole > number else []
+                firsts = {part.shard: WalPosition(part.file_no, part.offset) for part in reversed(parts)}
+                return [LogEnd(end.shard, end.log_id, firsts.get(end.shard, end.position)) for end in piece.ends]
+        return self._ends
 
 
 def _former_ids(newest: Generation | None, service_id: str) -> list[str]:

@@ -69,10 +69,12 @@ class _RestoredNote(msgspec.Struct):
 
 def make_restored(fs: FileSystem, data_dir: str, former: EpochMasks, now_ms: int, new_id: str = "") -> None:
     """Make a directory that was restored from an archive a service of its own: it gets another id (`new_id`, or any),
-    and its topics other epochs than in the `former` service. Raise OSError.
+    and its topics other epochs than in the `former` service. A call that was ended can be repeated. Raise OSError.
     """
-    set_epoch_masks(fs, data_dir, EpochMasks(secrets.randbits(64), former.own), now_ms)
-    write_note_file(fs, data_dir, NAME, (new_id or secrets.token_hex(8)).encode())
+    new_id = new_id or secrets.token_hex(8)
+    if former.own != (mask := int(new_id, 16)):  # else `former` is what a call has noted that was ended then
+        set_epoch_masks(fs, data_dir, EpochMasks(mask, former.own), now_ms)
+    write_note_file(fs, data_dir, NAME, new_id.encode())
 
 
 def set_epoch_masks(fs: FileSystem, data_dir: str, masks: EpochMasks, now_ms: int) -> None:
