@@ -25,9 +25,9 @@ DAY_MS = 24 * HOUR_MS
 JUMPS_MS = (DAY_MS, -HOUR_MS, 0, 61_000, -DAY_MS, 400 * DAY_MS, 0)
 """The wall clock is ahead of real time by each of these in turn."""
 KEY_WINDOW_MS = 120_000
-SHORT_MS = 400
-STEP_MS = 200
-"""A shard looks at the clock once for all requests that it takes together."""
+SHORT_MS = 1500
+STEP_MS = 1000
+"""A shard looks at the clock once for all requests that it takes together, and may stand still behind that."""
 _SHIFTED: Final = """
 import mmap, os, time
 with open({path!r}, "r+b") as file:

@@ -32,7 +32,11 @@ LEASE_MS = 700
 DELIVERIES_MAX = 3
 WAITING_MAX = 60
 STEP_MS = 120
-"""A shard looks at the clock once for all requests that it takes together."""
+"""A shard looks at the clock once for all requests that it takes together. Where it could be older, times of the shard
+are compared with each other, and those of clients with each other.
+"""
+CLOCK_MS = 10
+"""The wall clock and that by which a shard waits may be so far apart: one of them is adjusted, and both are rounded."""
 JOBS_BETWEEN_KILLS = 30
 RETRY_S = 0.02
 
@@ -43,13 +47,17 @@ class OpenError(Exception):
 
 @dataclass(eq=False)
 class Lease:
-    """One delivery, as its consumer was told of it; wall times in ms."""
+    """One delivery, in wall ms. The shard says when it was granted, until when, and when the job was written."""
 
     seq: int
     id: str
     number: int
     granted_ms: float
     until_ms: float
+    told_ms: float
+    """The consumer had the answer then."""
+    written_ms: float
+    """The shard wrote the job then."""
     ended_ms: float | None = None
     """Its consumer asked for its end then."""
     extended: bool = False
@@ -64,8 +72,8 @@ class Ledger:
     leases_durable: bool
     shard_kills: list[tuple[float, float]]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    made: dict[int, tuple[str, str, float]] = field(default_factory=dict)
-    """(value, order key, time before which it must not come) of each job that was acknowledged."""
+    made: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    """(value, order key, delay in ms) of each job that was acknowledged."""
     leases: dict[int, list[Lease]] = field(default_factory=lambda: defaultdict(list))
     done: dict[int, float] = field(default_factory=dict)
     """The answer to its ack came then, by seq."""
@@ -89,18 +97,21 @@ class Ledger:
         """Check what happened, once all is over. `dead` are the dead letters by the seq that they had."""
         ids = [lease.id for leases in self.leases.values() for lease in leases]
         self.need(len(ids) == len(set(ids)), "a lease id was used twice")
-        for seq, (value, _, due_ms) in self.made.items():
+        for seq, (value, _, delay_ms) in self.made.items():
             leases = sorted(self.leases[seq], key=lambda lease: (lease.granted_ms, lease.number))
             for lease in leases:
-                self.need(lease.granted_ms >= due_ms - STEP_MS, "before its time", due_ms, lease)
+                self.need(
+                    lease.granted_ms >= lease.written_ms + delay_ms - CLOCK_MS, "before its time", delay_ms, lease
+                )
                 self.need(1 <= lease.number <= DELIVERIES_MAX, "number of the delivery", lease)
                 if seq in self.done:
                     self.need(lease.granted_ms <= self.done[seq] + STEP_MS, "DONE AND BACK", self.done[seq], lease)
             for first, then in itertools.pairwise(leases):
                 if not self.forgets(first.granted_ms, then.granted_ms):
                     self.need(first.number < then.number, "not counted up", first, then)
-                    over_ms = min(first.until_ms, first.until_ms if first.ended_ms is None else first.ended_ms)
-                    self.need(first.extended or over_ms <= then.granted_ms + STEP_MS, "LEASED TWICE", first, then)
+                    has_ended = first.ended_ms is not None and first.ended_ms <= then.told_ms
+                    is_over = first.extended or has_ended or first.until_ms <= then.granted_ms + CLOCK_MS
+                    self.need(is_over, "LEASED TWICE", first, then)
             letters = dead.get(seq, [])
             self.need(len(letters) <= 1, "more than one dead letter", letters)
             for letter in letters:
@@ -169,7 +180,7 @@ class Producer(Asker):
         if len(ledger.made) - len(ledger.done) > WAITING_MAX:
             self._stop_asked.wait(RETRY_S)
             return
-        asked_ms, records, delays = _now_ms(), list[dict[str, Any]](), list[int]()
+        records, delays = list[dict[str, Any]](), list[int]()
         for _ in range(self.rng.choice((1, 1, 2, 8))):
             self.numbers += 1
             delays.append(self.rng.choice((0, 0, 0, 0, 50, 400)))
@@ -186,7 +197,7 @@ class Producer(Asker):
                 time.sleep(RETRY_S)
         with ledger.lock:
             for seq, record, delay_ms in zip(seqs, records, delays, strict=True):
-                ledger.made[seq] = (record["data"], record.get("order_key", ""), asked_ms + delay_ms)
+                ledger.made[seq] = (record["data"], record.get("order_key", ""), delay_ms)
 
 
 class Consumer(Asker):
@@ -202,9 +213,10 @@ class Consumer(Asker):
             return
         seqs = [job["$seq"] for job in jobs]
         self.ledger.need(seqs == sorted(set(seqs)), "order of a claim", seqs)
+        told_ms = _now_ms()
         leases = [
-            Lease(job["$seq"], job["lease_id"], job["deliveries"], job["deadline"] - lease_ms, job["deadline"])
-            for job in jobs
+            Lease(job["$seq"], job["lease_id"], job["deliveries"], until_ms - lease_ms, until_ms, told_ms, job["$ts"])
+            for job, until_ms in ((job, job["deadline"]) for job in jobs)
         ]
         with self.ledger.lock:
             for lease in leases:
