@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 SUPERVISOR: Final = "topics-supervisor"
 TOPICS: Final = "topics"
@@ -199,7 +200,7 @@ def main() -> int:
 
     for name in IMPORTED:
         importlib.import_module(name)
-    sys.modules["topics.archive.directory_copy"].LOST_SEQS_MAX = LOST_SEQS_MAX  # type: ignore[attr-defined]
+    mock.patch("topics.archive.directory_copy.LOST_SEQS_MAX", LOST_SEQS_MAX).start()
     gc.freeze()  # no collection in a fork writes to the pages that all share
     with socket.socket(fileno=int(sys.argv[1])) as asked:
         command = serve(asked)

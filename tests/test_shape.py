@@ -14,7 +14,7 @@ import pytest
 from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
-LINES_MAX = 62_149
+LINES_MAX = 62_151
 """All lines of `topics/`, docstrings included. A commit that needs more says why."""
 COLLABORATORS_MAX = 8
 SHARED_FILE_NAMES = {"__init__.py", "main.py", "errors.py"}

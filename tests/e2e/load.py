@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import Self
 
 import httpx
@@ -30,6 +32,32 @@ class Client(threading.Thread):
         self._stop_asked.set()
         self.join(REQUEST_TIMEOUT_S + 5)
         assert not self.is_alive(), f"{self.name} hangs"
+
+
+class DecidingClient(Client, ABC):
+    """A client with decisions of its own, which its name and `seed` repeat. It keeps its failure for the test."""
+
+    def __init__(self, url: str, name: str, seed: int) -> None:
+        super().__init__(name)
+        self.rng = random.Random(f"{seed} {name}")
+        self._url = url
+        self._failure: BaseException | None = None
+
+    @abstractmethod
+    def work(self, http: httpx.Client) -> None:
+        """Do all that it does."""
+
+    def run(self) -> None:
+        try:
+            with httpx.Client(base_url=self._url, timeout=REQUEST_TIMEOUT_S) as http:
+                self.work(http)
+        except BaseException as error:  # noqa: BLE001 - `raise_failure` raises it
+            self._failure = error
+
+    def raise_failure(self) -> None:
+        """Raise what has ended it before its time, if anything."""
+        if self._failure is not None:
+            raise AssertionError(f"{self.name} failed: {self._failure!r}") from self._failure
 
 
 def longest_gap_ms(times_s: list[float]) -> float:

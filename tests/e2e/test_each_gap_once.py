@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import httpx
 from tests.contract.asking import diff, ok, put, state
 from tests.contract.socket_client import Socket
 from tests.contract.stream import Stream, position_id, watch
-from tests.e2e.load import PATIENT, REQUEST_TIMEOUT_S, Client
+from tests.e2e.load import PATIENT, REQUEST_TIMEOUT_S, DecidingClient
 from tests.harness import Service, tiered_service
 
 SEED: Final = int(os.environ.get("TOPICS_GAPS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -91,39 +92,33 @@ class Capped:
         assert [record["$seq"] for record in page["records"]] == [seq for seq in self.live if seq > from_seq]
 
 
-class Told(Client):
+class Told(DecidingClient):
     """A reader of one topic, which keeps what it was told, and goes on where it was after each pause."""
 
     def __init__(self, service: Service, topic: Capped, node: str, number: int) -> None:
-        super().__init__(f"{type(self).__name__} {number} of {topic.name} {node}")
+        super().__init__(service.url, f"{type(self).__name__} {number} of {topic.name} {node}", SEED)
         self.topic = topic
         self.seq = 0
         self.got: set[int] = set()
         self.gaps: list[tuple[int, int]] = []
-        self.failure: BaseException | None = None
-        self.rng = random.Random(f"{SEED} {self.name}")
         self._service = service
         self._node = node
         self._is_over = False
 
-    def run(self) -> None:
-        try:
-            with httpx.Client(base_url=self._service.url, timeout=REQUEST_TIMEOUT_S) as http:
-                self.set_up(http)
-                while not self._is_over:
-                    for _ in self.pages(http):
-                        if self._is_over:
-                            break
-                    self._stop_asked.wait(self.rng.random() * PAUSE_S)
-        except BaseException as error:  # noqa: BLE001 - raised again by the test
-            self.failure = error
+    def work(self, http: httpx.Client) -> None:
+        self.set_up(http)
+        while not self._is_over:
+            for _ in self.pages(http):
+                if self._is_over:
+                    break
+            self._stop_asked.wait(self.rng.random() * PAUSE_S)
 
     def set_up(self, http: httpx.Client) -> None:
         pass
 
+    @abstractmethod
     def pages(self, http: httpx.Client) -> Iterator[None]:
         """Read on, and yield after each page."""
-        raise NotImplementedError
 
     @property
     def options(self) -> dict[str, Any]:
@@ -238,7 +233,7 @@ def test_each_reader_is_told_of_each_loss_once() -> None:
         for reader in readers:
             reader.join(REQUEST_TIMEOUT_S * 2)
             assert not reader.is_alive(), f"{reader.name} is at {reader.seq} of {reader.topic.head_seq}"
-            assert reader.failure is None, (reader.name, reader.failure)
+            reader.raise_failure()
         for reader in readers:
             reader.check()
         told = sum(len(reader.gaps) for reader in readers)

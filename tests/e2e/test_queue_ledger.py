@@ -11,6 +11,7 @@ import os
 import random
 import threading
 import time
+from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import httpx
 import pytest
 
 from tests.contract.asking import diff, ok, put, state
-from tests.e2e.load import PATIENT, REQUEST_TIMEOUT_S, Client
+from tests.e2e.load import PATIENT, DecidingClient
 from tests.harness import Service, poll
 
 KILLS: Final = int(os.environ.get("TOPICS_LEDGER_KILLS", "3"))
@@ -138,27 +139,22 @@ class Ledger:
             last |= {key: max(self.leases[seq], key=lambda lease: lease.granted_ms)} if self.leases[seq] else {}
 
 
-class Asker(Client):
-    """A client with decisions of its own."""
+class Asker(DecidingClient):
+    """A client of one queue, which takes one step after the other."""
 
     def __init__(self, url: str, ledger: Ledger, name: str) -> None:
-        super().__init__(f"{ledger.queue} {name}")
+        super().__init__(url, f"{ledger.queue} {name}", SEED)
         self.ledger = ledger
-        self.failure: BaseException | None = None
-        self.rng = random.Random(f"{SEED} {self.name}")
-        self._url = url
         self._http: httpx.Client
 
-    def run(self) -> None:
-        try:
-            with httpx.Client(base_url=self._url, timeout=REQUEST_TIMEOUT_S) as self._http:
-                while not self._stop_asked.is_set():
-                    self.step()
-        except BaseException as error:  # noqa: BLE001 - raised again by the test
-            self.failure = error
+    def work(self, http: httpx.Client) -> None:
+        self._http = http
+        while not self._stop_asked.is_set():
+            self.step()
 
+    @abstractmethod
     def step(self) -> None:
-        raise NotImplementedError
+        """Make jobs, or claim and end some."""
 
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -297,7 +293,8 @@ def test_each_job_is_one_consumers_at_a_time_and_comes_to_one_end(queues: list[t
             put(service.client, ledger.queue, type="queue", **config, **dead)
         producers = [Producer(service.url, ledger, "makes") for ledger in ledgers]
         consumers = [Consumer(service.url, ledger, f"w{n}") for ledger in ledgers for n in range(3)]
-        for client in (*producers, *consumers):
+        clients: list[Asker] = [*producers, *consumers]
+        for client in clients:
             client.start()
         for role, index in itertools.islice(itertools.cycle(ROLES), KILLS):
             wanted = {ledger.queue: len(ledger.done) + JOBS_BETWEEN_KILLS for ledger in ledgers}
@@ -311,11 +308,17 @@ def test_each_job_is_one_consumers_at_a_time_and_comes_to_one_end(queues: list[t
                 kills[-1] = (killed_ms, _now_ms())
         for producer in producers:
             producer.stop()
-        poll("all jobs to be over", lambda: all(not _left(service, ledger) for ledger in ledgers), 60, 0.1)
+
+        def all_are_over() -> bool:
+            for client in clients:
+                client.raise_failure()
+            return not any(_left(service, ledger) for ledger in ledgers)
+
+        poll("all jobs to be over", all_are_over, 60, 0.1)
         for consumer in consumers:
             consumer.stop()
-        for client in (*producers, *consumers):
-            assert client.failure is None, client.name
+        for client in clients:
+            client.raise_failure()
         for ledger in ledgers:
             letters = defaultdict[int, list[dict[str, Any]]](list)
             for letter in _dead_letters(service.client, f"{ledger.queue}.dead"):

@@ -223,7 +223,7 @@ class Archiver:
                 except OldSnapshotError:
                     self._base_not_before_ms = self._clock.monotonic_ms() + BASE_RETRY_MS
                 except OriginGoneError:
-                    ...  # a newer snapshot has taken its place: next time
+                    pass  # a newer snapshot has taken its place: next time
             return
         files, work = self._underway
         if not work.done():

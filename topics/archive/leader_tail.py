@@ -68,9 +68,10 @@ class LeaderTail:
         answer = self._connection.getresponse()
         content = answer.read()
         if answer.status != 200:
-            way_out = "; set TOPICS_FOLLOW_KEY to a key of the leader with read and admin, and without prefixes"
-            way_out = way_out if answer.status in (401, 403) else ""
-            raise OSError(f"answers {answer.status}: {content[:500].decode(errors='replace')}{way_out}")
+            reason = f"answers {answer.status}: {content[:500].decode(errors='replace')}"
+            if answer.status in (401, 403):
+                reason += "; set TOPICS_FOLLOW_KEY to a key of the leader with read and admin, and without prefixes"
+            raise OSError(reason)
         return decode(content, Piece, f"{self._url}{PATH}")
 
 

@@ -49,7 +49,7 @@ from topics.storage.archive_objects import (
 from topics.storage.filesystem import said
 from topics.storage.logfile import WalPosition
 from topics.storage.origin import LogPlace, Origin, OriginGoneError, TxnState
-from topics.storage.service_id import ArchiveNote, EpochMasks, keep_archive_note
+from topics.storage.service_id import NO_MASKS, ArchiveNote, EpochMasks, keep_archive_note
 from topics.storage.snapshot import load_snapshot
 
 PIECE_BYTES: Final = 4 << 20
@@ -95,7 +95,7 @@ class Shipper:
         service_id: str,
         clock: Clock,
         told: Callable[[int, int], None] = lambda _done, _total: None,
-        epoch_masks: EpochMasks = EpochMasks(),  # noqa: B008 — immutable
+        epoch_masks: EpochMasks = NO_MASKS,
         leader_url: str = "",
         notes_place: bool = False,
     ) -> None:

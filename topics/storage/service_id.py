@@ -57,6 +57,7 @@ class EpochMasks(NamedTuple):
     former: int | None = None
 
 
+NO_MASKS: Final = EpochMasks()
 _Mask = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 
 
@@ -90,7 +91,7 @@ def epoch_masks(fs: FileSystem, data_dir: str) -> EpochMasks:
     """
     note = read_note_file(fs, data_dir, RESTORED_NAME, _RestoredNote, "restore the directory again")
     if note is None:
-        return EpochMasks()
+        return NO_MASKS
     return EpochMasks(int(note.epoch_mask, 16), None if note.former_mask is None else int(note.former_mask, 16))
 
 

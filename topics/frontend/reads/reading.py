@@ -30,7 +30,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.log import SparseLines, get_logger
 from topics.shm.arena import ArenaReader, SlotState, TopicView
 from topics.storage.segment import CorruptSegment
-from topics.storage.service_id import EpochMasks
+from topics.storage.service_id import NO_MASKS, EpochMasks
 
 
 def logical_view(view: TopicView, ttl_ms: int, records: LocatedRecords, now_ms: int) -> TopicView:
@@ -164,7 +164,7 @@ class TopicReader:
         shards: int,
         clock: Clock,
         cold: ColdTier | None = None,
-        epoch_masks: EpochMasks = EpochMasks(),  # noqa: B008 — immutable
+        epoch_masks: EpochMasks = NO_MASKS,
         not_leader: Callable[[], TopicsError | None] | None = None,
     ) -> None:
         """Records expire by `clock`. `cold` has the segments outside the data directory; None if none ever left it.
